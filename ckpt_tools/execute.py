@@ -1,0 +1,169 @@
+"""Carry out a plan: make the files in a staging folder with a few threads, flush them, put them in place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .blocks import Task, make_tasks
+from .engine import Worker
+from .errors import CkptError
+from .plan import Plan, SourceFile
+from .staging import Staging, overlaps
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was done: bytes written, seconds, values that overflowed in casts, what --verify compared (bytes; None = not asked)."""
+
+    path: str
+    nbytes: int
+    seconds: float
+    overflow: int
+    verified: int | None
+
+
+def execute(
+    plan: Plan,
+    destination: str | os.PathLike[str],
+    *,
+    threads: int = 2,
+    fsync: bool = True,
+    overwrite: bool = False,
+    on_progress: Progress | None = None,
+    before_commit: Callable[[str], int] | None = None,
+) -> Result:
+    """Make the plan's files under `destination`, which appears only when everything is written and flushed.
+
+    threads        workers, each with one buffer of plan.buffer bytes.
+    on_progress    called with the bytes written so far, from worker threads.
+    before_commit  called with the staging folder when all is written; returns the bytes it verified or raises.
+    Errors: E406 source changed, E407/E408 target occupied, E409 no space or write error. Nothing is left behind on any error.
+    """
+    started = time.monotonic()
+    target = os.fspath(destination)
+    for source in {os.path.dirname(s.path) for s in plan.sources} | {str(plan.source.get("path", ""))} - {""}:
+        if overlaps(source, target):
+            raise CkptError("E407", "the target overlaps the source", where=target, found=source, hint="give a DST outside SRC")
+    with Staging(target, overwrite=overwrite) as staging:
+        check_space(staging.path, plan.nbytes)
+        check_sources(plan.sources)
+        try:
+            overflow = _fill(plan, staging.path, threads, fsync, on_progress or (lambda _: None))
+        except OSError as error:
+            raise CkptError("E409", f"writing failed: {error.strerror}", where=error.filename or target, hint="nothing was left behind; free space or give another DST") from None
+        check_sources(plan.sources)
+        verified = before_commit(staging.path) if before_commit else None
+        staging.commit(sync=fsync)
+    return Result(target, plan.nbytes, time.monotonic() - started, overflow, verified)
+
+
+def check_space(path: str, needed: int) -> None:
+    """CkptError E409 when the filesystem has fewer free bytes than needed."""
+    stat = os.statvfs(path)
+    free = stat.f_bavail * stat.f_frsize
+    if free < needed:
+        raise CkptError("E409", "not enough space for the result", where=os.path.dirname(path), expected=f"{needed} bytes", found=f"{free} bytes free")
+
+
+def check_sources(sources: Sequence[SourceFile]) -> None:
+    """CkptError E406 when a source file is not the one that was planned."""
+    for source in sources:
+        try:
+            stat = os.stat(source.path)
+        except OSError as error:
+            raise CkptError("E406", "a source file is gone", where=source.path, found=error.strerror) from None
+        if (stat.st_size, stat.st_mtime_ns, stat.st_ino) != (source.size, source.mtime_ns, source.inode):
+            raise CkptError("E406", "a source file changed while it was read", where=source.path, hint="wait until nobody writes to SRC and run again")
+
+
+def _fill(plan: Plan, folder: str, threads: int, fsync: bool, on_progress: Progress) -> int:
+    for copied in plan.copies:
+        full = os.path.join(folder, copied.target)
+        os.makedirs(os.path.dirname(full), exist_ok=True)
+        shutil.copyfile(copied.source, full)
+    targets = [_create(folder, t.path, t.size, t.literals) for t in plan.targets]
+    sources: list[int] = []
+    try:
+        for source in plan.sources:
+            sources.append(os.open(source.path, os.O_RDONLY | os.O_CLOEXEC))
+        names = [s.path for s in plan.sources]
+        overflow = run_tasks(make_tasks(plan.moves, plan.buffer), lambda: Worker(plan.buffer, sources, targets, names), threads, on_progress)
+        if fsync:
+            _sync(targets, [os.path.join(folder, c.target) for c in plan.copies])
+    finally:
+        for fd in (*sources, *targets):
+            os.close(fd)
+    return overflow
+
+
+def _create(folder: str, path: str, size: int, literals: Sequence[tuple[int, bytes]]) -> int:
+    full = os.path.join(folder, path)
+    os.makedirs(os.path.dirname(full), exist_ok=True)
+    fd = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    os.ftruncate(fd, size)
+    for offset, data in literals:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], offset + done)
+    return fd
+
+
+def _sync(targets: Sequence[int], paths: Sequence[str]) -> None:
+    for fd in targets:
+        os.fsync(fd)
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def run_tasks(tasks: Sequence[Task], make_worker: Callable[[], Worker], threads: int, on_progress: Progress) -> int:
+    """Run all tasks on `threads` workers; the first error stops the others and is raised. Returns the overflow count."""
+    queue = deque(tasks)
+    errors: list[BaseException] = []
+    workers: list[Worker] = []
+    lock, stop, done = threading.Lock(), threading.Event(), 0
+
+    def work() -> None:
+        nonlocal done
+        try:
+            worker = make_worker()
+            workers.append(worker)
+            while not stop.is_set():
+                try:
+                    task = queue.popleft()
+                except IndexError:
+                    return
+                worker.run(task)
+                with lock:
+                    done += task.nbytes
+                    on_progress(done)
+        except BaseException as error:  # carried to the caller's thread, whatever it is
+            errors.append(error)
+            stop.set()
+
+    pool = [threading.Thread(target=work, name=f"ckpt-{i}", daemon=True) for i in range(max(1, min(threads, len(queue))))]
+    for thread in pool:
+        thread.start()
+    try:
+        for thread in pool:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException:  # Ctrl-C arrives here: let the workers finish their block, then go
+        stop.set()
+        for thread in pool:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]
+    return sum(w.overflow for w in workers)

@@ -1,0 +1,39 @@
+"""The families ckpt knows: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CkptError, nearest
+from .family import Family
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {f.name: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+
+def family_named(name: str) -> Family:
+    """The family called `name`. CkptError E310."""
+    try:
+        return FAMILIES[name]
+    except KeyError:
+        near = nearest(name, FAMILIES)
+        raise CkptError("E310", f"there is no family {name!r}", expected=", ".join(FAMILIES), hint=f"did you mean {near[0]}?" if near else None) from None
+
+
+def family_of_config(config: Mapping[str, Any], where: str) -> Family:
+    """The family that config.json names by model_type, else by architectures. CkptError E310 naming the nearest ones."""
+    model_type = config.get("model_type")
+    architectures = config.get("architectures") or []
+    for family in FAMILIES.values():
+        if model_type in family.model_types:
+            return family
+    for family in FAMILIES.values():
+        if not model_type and any(a in family.architectures for a in architectures):
+            return family
+    near = nearest(str(model_type), [t for f in FAMILIES.values() for t in f.model_types])
+    raise CkptError("E310", f"model type {model_type!r} is not supported", where=where, expected=", ".join(FAMILIES),
+                    hint=f"nearest: {', '.join(near)}; if the tensors are the same, name one with --family" if near else "name a family of the same tensors with --family")

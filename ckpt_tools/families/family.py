@@ -1,0 +1,159 @@
+"""What a family is, and how its mappings are bound to the layers and experts of one model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..errors import CkptError, nearest
+from .dimensions import Dimensions
+from .mappings import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family as data.
+
+    model_types, architectures   what config.json calls it; the first of each is written when there is no HF config to follow.
+    rules      relations between config.json fields and Megatron arguments (families.config).
+    tensors    mappings in the order of the HF module tree (it decides how transformers cuts shards).
+    ignored    HF name pattern -> why such a tensor carries no weight of its own.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    rules: tuple[object, ...]
+    tensors: tuple[Mapping, ...]
+    ignored: tuple[tuple[str, str], ...] = (
+        (r".*\.rotary_emb\.inv_freq", "computed from the config"),
+        (r".*\.attn\.(masked_)?bias", "a causal mask"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A mapping applied to one layer and expert: its concrete HF names and Megatron name."""
+
+    mapping: Mapping
+    hf: tuple[str, ...]
+    mcore: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """All bindings of a model, in HF order, and the source's tensors left out on purpose (name, reason)."""
+
+    bindings: tuple[Binding, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+
+def expand(family: Family, dims: Dimensions) -> Iterator[Binding]:
+    """Every binding the model could have, in HF module order: consecutive layer mappings are repeated layer by layer."""
+    block: list[Mapping] = []
+    for mapping in family.tensors:
+        if "{l}" in mapping.mcore:
+            block.append(mapping)
+            continue
+        yield from _layers(block, dims)
+        block = []
+        if dims.holds(mapping.when, None):
+            yield Binding(mapping, mapping.hf, mapping.mcore)
+    yield from _layers(block, dims)
+
+
+def _layers(block: Sequence[Mapping], dims: Dimensions) -> Iterator[Binding]:
+    if not block:
+        return
+    for layer in range(dims.layers):
+        experts: list[Mapping] = []
+        for mapping in block:
+            if not dims.holds(mapping.when, layer):
+                continue
+            if "{e}" in mapping.mcore:
+                experts.append(mapping)
+                continue
+            yield from _experts(experts, dims, layer)
+            experts = []
+            yield _bind(mapping, layer, None)
+        yield from _experts(experts, dims, layer)
+
+
+def _experts(mappings: Sequence[Mapping], dims: Dimensions, layer: int) -> Iterator[Binding]:
+    if mappings:
+        for expert in range(dims.size("E")):
+            for mapping in mappings:
+                yield _bind(mapping, layer, expert)
+
+
+def _bind(mapping: Mapping, layer: int, expert: int | None) -> Binding:
+    def fill(text: str) -> str:
+        return text.replace("{l}", str(layer)).replace("{e}", str(expert))
+
+    return Binding(mapping, tuple(fill(n) for n in mapping.hf), fill(mapping.mcore))
+
+
+def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, where: str) -> Bound:
+    """The bindings for which the source has tensors, with every source tensor claimed exactly once.
+
+    present = names of the source's tensors, side = "hf" or "mcore", where = path for messages.
+    Errors: E303 missing tensors, E304 unexpected tensors, both with the nearest names.
+    """
+    bindings, claimed, missing = [], set(), []
+    absent_optional: dict[str, list[str]] = {}
+    present_optional: set[str] = set()
+    for binding in expand(family, dims):
+        names = binding.hf if side == "hf" else (binding.mcore,)
+        found = [n for n in names if n in present]
+        if len(found) == len(names):
+            bindings.append(binding)
+            claimed.update(names)
+            if binding.mapping.optional:
+                present_optional.add(binding.mapping.mcore)
+        elif binding.mapping.optional and not found:
+            absent_optional.setdefault(binding.mapping.mcore, []).extend(names)
+        else:
+            missing.extend(n for n in names if n not in present)
+    for template, names in absent_optional.items():
+        if template in present_optional:  # some layers have it: then all must
+            missing.extend(names)
+    left_out, unexpected = [], []
+    for name in present:
+        if name in claimed:
+            continue
+        reason = _reason(family, dims, name, side)
+        if reason:
+            left_out.append((name, reason))
+        else:
+            unexpected.append(name)
+    if missing:
+        raise CkptError("E303", f"{len(missing)} tensors of a {family.name} model are missing", where=where, expected=_some(missing),
+                        found=_near(missing[0], unexpected or present), hint="the checkpoint is incomplete, or its config is that of another model")
+    if unexpected:
+        raise CkptError("E304", f"{len(unexpected)} tensors are unknown to the family {family.name}", where=where, found=_some(sorted(unexpected)),
+                        expected=_near(unexpected[0], [n for b in bindings for n in (b.hf if side == "hf" else (b.mcore,))]),
+                        hint="nothing is skipped silently; if the family is wrong, name it with --family")
+    return Bound(tuple(bindings), tuple(sorted(left_out)))
+
+
+def _reason(family: Family, dims: Dimensions, name: str, side: str) -> str | None:
+    if side == "hf":
+        for pattern, reason in family.ignored:
+            if re.fullmatch(pattern, name):
+                return reason
+        if dims.tied and any(m.when == "untied" and name in m.hf for m in family.tensors):
+            return "config.json ties it to the embedding, which is converted"
+    elif dims.tied and any(m.when == "untied" and name == m.mcore for m in family.tensors):
+        return "tied to the embedding, which is converted"
+    return None
+
+
+def _some(names: Sequence[str], count: int = 4) -> str:
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest
+
+
+def _near(name: str, names: Collection[str]) -> str | None:
+    close = nearest(name, names)
+    return f"nearest to {name}: {', '.join(close)}" if close else None

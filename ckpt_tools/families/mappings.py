@@ -1,0 +1,144 @@
+"""The reversible relations between HF tensors and Megatron tensors from which every family is built.
+
+A mapping says, for one Megatron tensor, which boxes of which HF tensors lie where in it. It is declared once and read in both
+directions; it holds no bytes and knows no file format. Megatron names are canonical: Transformer Engine spelling, global layer and
+expert numbers, nothing cut by a parallel layout. `{l}` stands for the layer, `{e}` for the expert.
+
+Sizes are written as text, e.g. "A*d+2*G*d": sums of products of the symbols of Dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..tensors import Shape
+from .dimensions import Dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box that the two sides share.
+
+    source   index into the mapping's HF names.
+    hf       offset of the box in the HF tensor;    mcore  offset in the Megatron tensor.
+    shape    size of the box along the HF tensor's axes.
+    axes     for each Megatron axis the HF axis it is, or -1 for an axis of size 1; None = same axes.
+    """
+
+    source: int
+    hf: Shape
+    mcore: Shape
+    shape: Shape
+    axes: tuple[int, ...] | None = None
+
+
+class Mapping(Protocol):
+    """hf: HF name templates; mcore: Megatron name template; when: condition on the layer or model ("" = always, see
+    Dimensions.holds); optional: may be absent, decided by the tensors that are there; keep_dtype: never cast by --dtype."""
+
+    hf: tuple[str, ...]
+    mcore: str
+    when: str
+    optional: bool
+    keep_dtype: bool
+
+    def hf_shapes(self, dims: Dimensions) -> tuple[Shape, ...]:
+        """Shape of each HF tensor."""
+
+    def mcore_shape(self, dims: Dimensions) -> Shape:
+        """Shape of the whole Megatron tensor."""
+
+    def pieces(self, dims: Dimensions) -> Iterator[Piece]:
+        """The boxes; together they cover every HF tensor exactly once, and the Megatron tensor except for padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The same tensor under another name."""
+
+    hf: tuple[str, ...]
+    mcore: str
+    shape: tuple[str, ...]
+    when: str = ""
+    optional: bool = False
+    keep_dtype: bool = False
+
+    def hf_shapes(self, dims: Dimensions) -> tuple[Shape, ...]:
+        return (dims.shape(self.shape),)
+
+    def mcore_shape(self, dims: Dimensions) -> Shape:
+        return dims.shape(self.shape)
+
+    def pieces(self, dims: Dimensions) -> Iterator[Piece]:
+        shape = dims.shape(self.shape)
+        yield Piece(0, (0,) * len(shape), (0,) * len(shape), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocab:
+    """A table of `vocab` rows in HF and of `padded_vocab` rows in Megatron; the rows after `vocab` are zeros."""
+
+    hf: tuple[str, ...]
+    mcore: str
+    shape: tuple[str, ...] = ("V", "H")
+    when: str = ""
+    optional: bool = False
+    keep_dtype: bool = False
+
+    def hf_shapes(self, dims: Dimensions) -> tuple[Shape, ...]:
+        return (dims.shape(self.shape),)
+
+    def mcore_shape(self, dims: Dimensions) -> Shape:
+        return (dims.padded_vocab, *dims.shape(self.shape)[1:])
+
+    def pieces(self, dims: Dimensions) -> Iterator[Piece]:
+        shape = dims.shape(self.shape)
+        yield Piece(0, (0,) * len(shape), (0,) * len(shape), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """HF tensors interleaved along axis 0: `groups` times [rows of the first, rows of the second, ...].
+
+    rows  rows per group of each HF tensor; rest = the other axes. One group makes a plain concatenation (gate, up); query groups
+    make Megatron's linear_qkv (q heads of the group, its k head, its v head).
+    """
+
+    hf: tuple[str, ...]
+    mcore: str
+    rows: tuple[str, ...]
+    rest: tuple[str, ...]
+    groups: str = "1"
+    when: str = ""
+    optional: bool = False
+    keep_dtype: bool = False
+
+    def hf_shapes(self, dims: Dimensions) -> tuple[Shape, ...]:
+        groups, rest = dims.size(self.groups), dims.shape(self.rest)
+        return tuple((groups * dims.size(r), *rest) for r in self.rows)
+
+    def mcore_shape(self, dims: Dimensions) -> Shape:
+        return (dims.size(self.groups) * sum(dims.size(r) for r in self.rows), *dims.shape(self.rest))
+
+    def pieces(self, dims: Dimensions) -> Iterator[Piece]:
+        rest, position = dims.shape(self.rest), 0
+        zeros = (0,) * len(rest)
+        sizes = [dims.size(r) for r in self.rows]
+        for group in range(dims.size(self.groups)):
+            for source, size in enumerate(sizes):
+                yield Piece(source, (group * size, *zeros), (position, *zeros), (size, *rest))
+                position += size
+
+
+def qkv(attention: str, suffix: str = "weight", *, optional: bool = False, q: str = "q_proj", k: str = "k_proj", v: str = "v_proj") -> Rows:
+    """q, k, v projections of `attention` (an HF prefix) -> linear_qkv, per query group: R query heads, one key head, one value head."""
+    rest = ("H",) if suffix == "weight" else ()
+    hf = tuple(f"{attention}.{name}.{suffix}" for name in (q, k, v))
+    return Rows(hf, f"decoder.layers.{{l}}.self_attention.linear_qkv.{suffix}", ("R*d", "d", "d"), rest, groups="G", optional=optional)
+
+
+def gate_up(hf: tuple[str, str], mcore: str, ffn: str = "F", *, when: str = "", bias: bool = False, optional: bool = False) -> Rows:
+    """gate and up projections -> linear_fc1 = [gate; up]."""
+    return Rows(hf, mcore, (ffn, ffn), () if bias else ("H",), when=when, optional=optional)

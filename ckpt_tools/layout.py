@@ -1,0 +1,117 @@
+"""Which rank holds which box of which tensor: tensor, pipeline and expert parallel layouts of Megatron-Core.
+
+Sources: Megatron-LM parallel_state.py (rank order tp-cp-ep-dp-pp), transformer_layer.py get_transformer_layer_offset, mlp.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import CkptError
+from .tensors import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes of a parallel layout. tp tensor, pp pipeline, vpp virtual stages per pipeline rank, ep expert, etp expert tensor
+    (None = tp, as in Megatron), cp context, dp data."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    cp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "ep", "cp", "dp"):
+            if getattr(self, name) < 1:
+                raise CkptError("E401", f"--{name} must be at least 1", found=str(getattr(self, name)))
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel size of the experts."""
+        return self.tp if self.etp is None else self.etp
+
+    def arguments(self) -> dict[str, Any]:
+        """The layout under the names of Megatron's arguments."""
+        return {
+            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp, "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.expert_tp, "data_parallel_size": self.dp,
+            "world_size": self.tp * self.pp * self.cp * self.dp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+        }
+
+    def stage(self, layer: int, layers: int) -> int:
+        """Pipeline stage that holds a decoder layer. E402 when the layers cannot be split evenly."""
+        parts = self.pp * self.vpp
+        if layers % parts:
+            raise CkptError("E402", f"{layers} layers cannot be split evenly over pp {self.pp} x vpp {self.vpp}")
+        return layer // (layers // parts) % self.pp
+
+
+# How tensor parallelism cuts a canonical Megatron tensor: axis 0 or 1, "glu" = gate and up halves of axis 0 each on their own.
+_CUTS: tuple[tuple[re.Pattern[str], int | str], ...] = tuple(
+    (re.compile(pattern), cut)
+    for pattern, cut in (
+        (r".*word_embeddings\.weight", 0),
+        (r".*output_layer\.(weight|bias)", 0),
+        (r".*linear_qkv\.(weight|bias)", 0),
+        (r".*linear_q_proj\.weight|.*linear_q_up_proj\.weight|.*linear_kv_up_proj\.weight", 0),
+        (r".*core_attention\.softmax_offset", 0),
+        (r".*linear_proj\.weight|.*linear_fc2\.weight\d*|.*out_proj\.weight", 1),
+        (r".*linear_fc1\.(weight|bias)\d*", "glu"),
+        (r".*eh_proj\.weight", 0),
+    )
+)
+
+
+def cut_of(name: str, gated: bool) -> int | str | None:
+    """How TP cuts the tensor: an axis, "glu", or None for a tensor that every rank holds whole."""
+    for pattern, cut in _CUTS:
+        if pattern.fullmatch(name):
+            return 0 if cut == "glu" and not gated else cut
+    return None
+
+
+def is_expert(name: str) -> bool:
+    """Whether the tensor belongs to a routed expert (cut by ETP, spread by EP)."""
+    return ".mlp.experts." in name
+
+
+def rank_boxes(name: str, shape: Shape, tp: int, gated: bool) -> list[tuple[int, Shape, Shape]]:
+    """(tp rank, offset, shape) of the boxes that the ranks hold; one or, for gate and up, two per rank. A tensor every rank holds
+    whole is listed for rank 0 only. E403 when a size is not divisible."""
+    cut = cut_of(name, gated)
+    if cut is None or not shape:
+        return [(0, (0,) * len(shape), shape)]
+    axis, halves = (0, 2) if cut == "glu" else (int(cut), 1)
+    size = shape[axis]
+    if size % (halves * tp):
+        raise CkptError("E403", f"{name} cannot be cut for tp {tp}", where=name, expected=f"{size // halves} divisible by {tp}", found=f"shape {list(shape)}, axis {axis}")
+    step = size // (halves * tp)
+    boxes = []
+    for half in range(halves):
+        for rank in range(tp):
+            offset = [0] * len(shape)
+            offset[axis] = (half * tp + rank) * step
+            boxes.append((rank, tuple(offset), (*shape[:axis], step, *shape[axis + 1 :])))
+    return boxes
+
+
+_LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Global decoder layer of a canonical name, or None."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
+
+
+def expert_of(name: str) -> int | None:
+    """Global expert number of a canonical name, or None."""
+    match = re.search(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$", name)
+    return int(match[1]) if match else None

@@ -1,0 +1,149 @@
+"""A tensor that is read when asked for, and only the part asked for."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .dtypes import dtype
+from .errors import CkptError
+from .tensors import Shape, TensorMetadata
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor of a checkpoint or view; nothing is read until it is indexed.
+
+        w = checkpoint["lm_head.weight"]
+        w.shape, w.dtype, w.nbytes        # from the header
+        w[:10]                            # reads ten rows: numpy array (ml_dtypes for bfloat16 and float8)
+        w.numpy(), w.torch()              # all of it
+    """
+
+    metadata: TensorMetadata
+
+    @property
+    def shape(self) -> Shape:
+        """Global shape."""
+        return self.metadata.global_shape
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype, as torch spells it without the prefix."""
+        return self.metadata.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.metadata.nbytes
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        """numpy-style basic indexing (integers, slices, `...`); only the bytes of the enclosing box are read."""
+        import numpy as np
+
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(not (k is Ellipsis or isinstance(k, (slice, int, np.integer))) for k in keys) or keys.count(Ellipsis) > 1:
+            raise TypeError("a lazy tensor takes integers, slices and one ellipsis")
+        at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+        fill = (slice(None),) * (len(self.shape) - len([k for k in keys if k is not Ellipsis]))
+        keys = keys[:at] + fill + keys[at + 1 :]
+        if len(keys) != len(self.shape):
+            raise IndexError(f"{len(keys)} indexes for {len(self.shape)} axes")
+        offset, shape, rest = [], [], []
+        for axis, (k, size) in enumerate(zip(keys, self.shape, strict=True)):
+            if isinstance(k, slice):
+                wanted = range(*k.indices(size))
+                low = min(wanted[0], wanted[-1]) if len(wanted) else 0
+                count = (max(wanted[0], wanted[-1]) - low + 1) if len(wanted) else 0
+                offset.append(low)
+                shape.append(count)
+                last = wanted[-1] - low + (1 if wanted.step > 0 else -1) if len(wanted) else 0
+                rest.append(slice(None) if wanted.step == 1 else slice(wanted[0] - low if len(wanted) else 0, None if last < 0 else last, wanted.step))
+            else:
+                index = int(k) + (size if k < 0 else 0)
+                if not 0 <= index < size:
+                    raise IndexError(f"index {k} is out of bounds for axis {axis} of size {size}")
+                offset.append(index)
+                shape.append(1)
+                rest.append(0)
+        return read_box(self.metadata, tuple(offset), tuple(shape))[tuple(rest)]
+
+    def numpy(self) -> np.ndarray:
+        """The whole tensor as a numpy array."""
+        return read_box(self.metadata, (0,) * len(self.shape), self.shape)
+
+    def torch(self) -> Any:
+        """The whole tensor as a torch tensor. CkptError E901 when torch is not installed."""
+        try:
+            import torch
+        except ImportError:
+            raise CkptError("E901", "torch is not installed", hint="pip install 'ckpt-tools[train]'") from None
+        import numpy as np
+
+        array = self.numpy()
+        flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        kind = getattr(torch, self.dtype)
+        return flat.view(kind).reshape(self.shape) if array.size else torch.empty(self.shape, dtype=kind)
+
+
+def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
+    """The box (offset, shape) of a tensor as a new contiguous array; boxes stored nowhere are zeros."""
+    import numpy as np
+
+    kind = dtype(tensor.dtype).to_numpy()
+    result = np.zeros(shape, kind)
+    files: dict[str, int] = {}
+    try:
+        for part in tensor.region(offset, shape):
+            if part.extent is None:
+                continue
+            fd = files.get(part.extent.path)
+            if fd is None:
+                fd = files[part.extent.path] = os.open(part.extent.path, os.O_RDONLY | os.O_CLOEXEC)
+            stored = tensor.dtype if part.decode is None else part.decode.stored
+            block = _load(fd, part.extent.offset, part.local_shape, part.extent.strides or (), stored, part.extent.path)
+            if part.decode is not None:
+                from .kernels.casts import cast
+
+                block = cast(block, kind, part.decode.value)[0]
+            at = tuple(slice(a - b, a - b + n) for a, b, n in zip(part.global_offset, offset, part.local_shape, strict=True))
+            result[at] = block
+    finally:
+        for fd in files.values():
+            os.close(fd)
+    return result
+
+
+def _load(fd: int, offset: int, shape: Shape, strides: Shape, name: str, path: str) -> np.ndarray:
+    """A strided block: its span is read in one piece, or axis by axis when most of it is not wanted."""
+    import numpy as np
+
+    kind = dtype(name)
+    wanted = kind.itemsize * int(np.prod(shape, dtype=object))
+    span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + kind.itemsize
+    if span <= 4 * wanted or len(shape) < 2:
+        raw = memoryview(mmap.mmap(-1, span)) if span > 1 << 20 else memoryview(bytearray(span))
+        done = 0
+        while done < span:
+            count = os.preadv(fd, [raw[done:]], offset + done)
+            if count == 0:
+                raise CkptError("E406", "the file is shorter than its index says", where=path)
+            done += count
+        return np.ndarray(shape, kind.to_numpy(), buffer=raw, strides=strides)
+    result = np.empty(shape, kind.to_numpy())
+    axis = max(range(len(shape)), key=lambda i: strides[i])
+    for index in range(shape[axis]):
+        result[(slice(None),) * axis + (index,)] = _load(fd, offset + index * strides[axis], shape[:axis] + shape[axis + 1 :], strides[:axis] + strides[axis + 1 :], name, path)
+    return result

@@ -1,0 +1,219 @@
+"""A conversion as pure data: the files to make and the strided blocks to move. Planning decides everything; executing decides nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+from .dtypes import dtype
+from .errors import CkptError
+from .tensors import Shape, TensorMetadata, contiguous_strides
+from .views import Note
+
+PLAN_SCHEMA = "ckpt.plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that is read, and how it looked when the plan was made (bytes, mtime in ns, inode): a change while reading is an error."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """A file that is made: path relative to the target folder, size in bytes, and literal bytes (headers) at offsets."""
+
+    path: str
+    size: int
+    literals: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A side file (tokenizer, config, ...) copied whole: source path, path relative to the target folder, bytes."""
+
+    source: str
+    target: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One strided block from a source file to a target file.
+
+    source, target   indexes into Plan.sources / Plan.targets.      *_offset  byte of element 0.
+    shape   elements per axis;  *_strides  bytes per axis;  *_dtype  names; the same dtype on both sides means bytes are moved as they are.
+    add     number added in float32 on the way (0 = none).
+    """
+
+    source: int
+    source_offset: int
+    target: int
+    target_offset: int
+    shape: Shape
+    source_strides: Shape
+    target_strides: Shape
+    source_dtype: str
+    target_dtype: str
+    add: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written by this move."""
+        return prod(self.shape) * dtype(self.target_dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A box of a view's tensor and where it is to be stored: contiguous at `offset` of target file number `file`, as `dtype`."""
+
+    name: str
+    origin: Shape
+    shape: Shape
+    file: int
+    offset: int
+    dtype: str
+    strides: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole conversion. source / target: what is read and made (path, format, iteration, ...) for people and for JSON."""
+
+    source: dict[str, Any]
+    target: dict[str, Any]
+    sources: tuple[SourceFile, ...]
+    targets: tuple[TargetFile, ...]
+    copies: tuple[Copied, ...]
+    moves: tuple[Move, ...]
+    notes: tuple[Note, ...] = ()
+    tensors: int = 0
+    buffer: int = field(default=512 * 1024)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that will be made."""
+        return sum(t.size for t in self.targets) + sum(c.size for c in self.copies)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Tensor bytes that will be written."""
+        return sum(m.nbytes for m in self.moves)
+
+
+class MoveBuilder:
+    """Collects moves from a view's tensors into placements, numbering the source files as they appear."""
+
+    def __init__(self) -> None:
+        self.moves: list[Move] = []
+        self._files: dict[str, int] = {}
+
+    def place(self, tensor: TensorMetadata, placement: Placement) -> None:
+        """Add the moves that fill one placement. Zero boxes need none: new files read as zeros. E404 when bytes are missing."""
+        covered = 0
+        item = dtype(placement.dtype).itemsize
+        strides = placement.strides or contiguous_strides(placement.shape, item)
+        for part in tensor.region(placement.origin, placement.shape):
+            covered += prod(part.local_shape)
+            if part.extent is None:
+                continue
+            if part.extent.strides is None:
+                raise CkptError("E490", f"{tensor.fqn} was planned before its bytes were located")
+            add, stored = 0.0, tensor.dtype
+            if part.decode is not None:
+                if part.decode.kind != "add":
+                    raise CkptError("E490", f"the plan cannot yet carry the decoding {part.decode.kind!r}", where=tensor.fqn)
+                add, stored = part.decode.value, part.decode.stored
+            at = sum((a - b) * s for a, b, s in zip(part.global_offset, placement.origin, strides, strict=True))
+            source = self._files.setdefault(part.extent.path, len(self._files))
+            shape, from_strides, to_strides = merge_axes(part.local_shape, part.extent.strides, strides, dtype(stored).itemsize, item)
+            self.moves.append(Move(source, part.extent.offset, placement.file, placement.offset + at, shape, from_strides, to_strides, stored, placement.dtype, add))
+        if covered != prod(placement.shape):
+            raise CkptError("E404", f"the source does not hold every element of {placement.name}", where=placement.name,
+                            expected=f"{prod(placement.shape)} elements", found=f"{covered}")
+
+    def sources(self) -> tuple[SourceFile, ...]:
+        """The source files as they look now."""
+        found = []
+        for path in self._files:
+            stat = os.stat(path)
+            found.append(SourceFile(path, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+        return tuple(found)
+
+
+def merge_axes(shape: Shape, source: Shape, target: Shape, source_item: int, target_item: int) -> tuple[Shape, Shape, Shape]:
+    """Drop axes of size 1 and join neighbouring axes that are contiguous on both sides; a single element keeps one axis."""
+    axes: list[list[int]] = []
+    for size, a, b in zip(shape, source, target, strict=True):
+        if size == 1:
+            continue
+        if axes and axes[-1][1] == size * a and axes[-1][2] == size * b:
+            axes[-1][0] *= size
+            axes[-1][1:] = [a, b]
+        else:
+            axes.append([size, a, b])
+    if not axes:
+        return (1,), (source_item,), (target_item,)
+    return tuple(x[0] for x in axes), tuple(x[1] for x in axes), tuple(x[2] for x in axes)
+
+
+def build_moves(tensors: Mapping[str, TensorMetadata], placements: Iterable[Placement]) -> MoveBuilder:
+    """Moves for all placements, from the tensors they name."""
+    builder = MoveBuilder()
+    for placement in placements:
+        builder.place(tensors[placement.name], placement)
+    return builder
+
+
+def cast_notes(tensors: Mapping[str, TensorMetadata], target: Mapping[str, str]) -> list[Note]:
+    """One note per pair of dtypes that the plan casts, listing how many tensors and the first names."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, wanted in target.items():
+        if tensors[name].dtype != wanted:
+            groups.setdefault((tensors[name].dtype, wanted), []).append(name)
+    return [Note("cast", ", ".join(names), f"{len(names)} tensors {a} -> {b}") for (a, b), names in sorted(groups.items())]
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as JSON text (schema ckpt.plan/1); `from_json` gives it back equal."""
+    document = {
+        "schema": PLAN_SCHEMA,
+        "source": plan.source,
+        "target": plan.target,
+        "sources": [asdict(s) for s in plan.sources],
+        "targets": [{"path": t.path, "size": t.size, "literals": [[o, base64.b64encode(b).decode()] for o, b in t.literals]} for t in plan.targets],
+        "copies": [asdict(c) for c in plan.copies],
+        "moves": [[m.source, m.source_offset, m.target, m.target_offset, m.shape, m.source_strides, m.target_strides, m.source_dtype, m.target_dtype, m.add] for m in plan.moves],
+        "notes": [asdict(n) for n in plan.notes],
+        "tensors": plan.tensors,
+        "buffer": plan.buffer,
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def from_json(text: str) -> Plan:
+    """A plan from its JSON. CkptError E405 when it is not one."""
+    try:
+        d = json.loads(text)
+        if d.get("schema") != PLAN_SCHEMA:
+            raise CkptError("E405", "not a ckpt plan", expected=PLAN_SCHEMA, found=repr(d.get("schema")))
+        return Plan(
+            d["source"], d["target"], tuple(SourceFile(**s) for s in d["sources"]),
+            tuple(TargetFile(t["path"], t["size"], tuple((o, base64.b64decode(b)) for o, b in t["literals"])) for t in d["targets"]),
+            tuple(Copied(**c) for c in d["copies"]), tuple(_move(m) for m in d["moves"]), tuple(Note(**n) for n in d["notes"]), d["tensors"], d["buffer"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CkptError("E405", "not a ckpt plan", found=str(error)[:200]) from None
+
+
+def _move(row: Sequence[Any]) -> Move:
+    return Move(row[0], row[1], row[2], row[3], tuple(row[4]), tuple(row[5]), tuple(row[6]), row[7], row[8], row[9])

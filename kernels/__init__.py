@@ -1,0 +1,1 @@
+"""Block operations behind convert and reshard; numpy is the reference."""

@@ -51,12 +51,7 @@ def folder_state(path: str, *, weights_beside: bool = False) -> FolderState:
         lost = (_trouble(path, ".metadata", present), None if blobs else "*.distcp", *_leftover(present))
         return FolderState("torch_dcp", tuple(name for name in lost if name))
     if backend or trouble or blobs or {".metadata", ".metadata.tmp"} & present:
-        wants_common = backend is None or _names_common_backend(path)
-        missing: list[str | None] = [_trouble(path, ".metadata", present), trouble or ("metadata.json" if backend is None else None)]
-        if wants_common and not (backend is None and _mentions_common_state(path, present)):
-            missing.append(_trouble(path, "common.pt", present))
-        missing.append(None if blobs else "*.distcp")
-        return FolderState("torch_dist", tuple(m for m in (*missing, *_leftover(present)) if m))
+        return FolderState("torch_dist", _torch_dist_missing(path, present, backend, trouble))
     if "common.pt" in present:
         broken = _trouble(path, "common.pt", present)
         if broken or not weights_beside:
@@ -187,6 +182,15 @@ def _is_placeholder(head: bytes) -> bool:
     except CkptError:
         return True
     return False
+
+
+def _torch_dist_missing(path: str, present: set[str], backend: str | None, trouble: str | None) -> tuple[str, ...]:
+    missing: list[str | None] = [_trouble(path, ".metadata", present), trouble or (None if backend else "metadata.json")]
+    # Without metadata.json nothing says whether a common.pt belongs here, unless .metadata has the common_state that took its place.
+    if _names_common_backend(path) if backend else not _mentions_common_state(path, present):
+        missing.append(_trouble(path, "common.pt", present))
+    missing.append(None if any(n.endswith(".distcp") for n in present) else "*.distcp")
+    return tuple(name for name in (*missing, *_leftover(present)) if name)
 
 
 def _leftover(present: set[str]) -> tuple[str, ...]:

@@ -78,7 +78,8 @@ def locate(path: str, iteration: str | int = "latest", *, need_complete: bool = 
     need_complete    refuse an iteration whose save was interrupted (E103); False returns it with a warning.
     allow_untracked  without a tracker use the newest complete iteration and say so (for looking, not for converting).
 
-    Errors: E101 no such iteration, E102 bad tracker text, E103 incomplete, E104 no tracker, E105 no such path, E106 not a checkpoint, E107 not an iteration, E108 unknown backend, E205 placeholder files, E901 unreadable.
+    Errors: E101 no such iteration, E102 bad tracker text, E103 incomplete, E104 no tracker, E105 no such path, E106 not a checkpoint,
+    E107 not an iteration, E108 unknown backend, E205 placeholder files, E901 unreadable.
     """
     given = os.fspath(path)
     wanted = _wanted(iteration)

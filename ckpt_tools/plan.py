@@ -12,8 +12,8 @@ from typing import Any
 
 from .dtypes import dtype
 from .errors import CkptError
+from .notes import Note
 from .tensors import Shape, TensorMetadata, contiguous_strides
-from .views import Note
 
 PLAN_SCHEMA = "ckpt.plan/1"
 

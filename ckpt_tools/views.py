@@ -17,20 +17,11 @@ from .families.config import args_from_config, config_from_args, infer_family
 from .families.dimensions import Dimensions, dimensions
 from .families.family import Binding, Bound, Family, bind
 from .naming import canonical_tensors
+from .notes import Note
 from .tensors import Chunk, Shape, TensorMetadata, intersect
 
 if TYPE_CHECKING:
     from .lazy import LazyTensor
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """One thing that a person must be told about a conversion. kind: "assumed", "dropped", "cast", "padded", "cut", "kept", "carried",
-    "default", "warning"; subject: a tensor or file name, or ""; text: one sentence."""
-
-    kind: str
-    subject: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

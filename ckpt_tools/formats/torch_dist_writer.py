@@ -1,0 +1,194 @@
+"""Laying out a torch_dist folder that megatron-core 0.8 to 0.19 and plain torch DCP load: records, index, common state, tracker.
+
+Sources: megatron-core 0.16.1 and 0.19.2 dist_checkpointing (serialization.py, strategies/torch.py), torch 2.13 DCP filesystem.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CkptError
+from ..layout import ParallelLayout, expert_of, is_expert, layer_of, rank_boxes
+from ..naming import stored_key
+from ..plan import Copied, Placement, TargetFile
+from ..tensors import Shape, TensorMetadata
+from . import pickle_writer, torch_zip_writer
+from .hf_writer import TargetLayout
+
+ALIGN = 64
+FILE_BYTES = 5 * 10**9  # a new .distcp file is begun beyond this size
+METADATA_JSON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+
+
+@dataclass(slots=True)
+class _File:
+    path: str
+    position: int = 0
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def put(self, data: bytes) -> int:
+        """Add literal bytes at the next aligned position; returns where."""
+        at = -(-self.position // ALIGN) * ALIGN
+        self.literals.append((at, data))
+        self.position = at + len(data)
+        return at
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the index: key, dtype, global shape, pieces (offset, shape, file name, offset of the record, bytes of the record)."""
+
+    key: str
+    dtype: str
+    shape: Shape
+    pieces: tuple[tuple[Shape, Shape, str, int, int], ...]
+
+
+def layout_torch_dist(
+    tensors: Mapping[str, TensorMetadata],
+    dtypes: Mapping[str, str],
+    *,
+    common: Mapping[str, Any],
+    iteration: int | None,
+    stacked: bool,
+    layers: int,
+    layout: ParallelLayout,
+    gated: bool,
+    objects: Iterable[tuple[str, Any]] = (),
+    file_bytes: int = FILE_BYTES,
+    copies: tuple[Copied, ...] = (),
+    extra_state: bool = True,
+) -> TargetLayout:
+    """Lay out canonical Megatron tensors as a run folder with one iteration.
+
+    dtypes     dtype to store each tensor in.        common   the common state (args, checkpoint_version, iteration, ...).
+    iteration  number of the iteration, None = `release`.       stacked  one tensor for all layers, or one per layer.
+    layout     ranks the pieces are cut for (any layout can load them).      gated  linear_fc1 is [gate; up].
+    objects    further objects (full key with /shard_..., value).       extra_state  add the `_extra_state` entries TE models insist on.
+    """
+    folder = "release" if iteration is None else f"iter_{iteration:07d}"
+    writers = _Writers(folder, file_bytes)
+    pieces: dict[str, list[tuple[Shape, Shape, str, int, int]]] = {}
+    shapes: dict[str, tuple[str, Shape]] = {}
+    placements: list[Placement] = []
+    experts = 1 + max((e for e in map(expert_of, tensors) if e is not None), default=-1)
+    for name, tensor in tensors.items():
+        key, index = stored_key(name, stacked)
+        lead = _lead(key, index, layers, experts)
+        shapes.setdefault(key, (dtypes[name], (*lead, *tensor.global_shape)))
+        if shapes[key] != (dtypes[name], (*lead, *tensor.global_shape)):
+            raise CkptError("E307", f"layers of {key} differ in dtype or shape and cannot be stored as one tensor", where=name,
+                            expected=f"{shapes[key]}", found=f"{(dtypes[name], (*lead, *tensor.global_shape))}", hint="store them apart with --layer-keys per-layer")
+        for rank, offset, shape in rank_boxes(name, tensor.global_shape, layout.expert_tp if is_expert(name) else layout.tp, gated):
+            full_offset, full_shape = (*index, *offset), (*(1 for _ in index), *shape)
+            blob = torch_zip_writer.tensor_blob(dtypes[name], full_shape)
+            file = writers.of(_rank(name, rank, layers, experts, layout), blob.size)
+            at = file.put(blob.head)
+            file.literals.append((at + blob.data_offset + blob.nbytes, blob.tail))
+            file.position = at + blob.size
+            pieces.setdefault(key, []).append((full_offset, full_shape, file.path.rpartition("/")[2], at, blob.size))
+            placements.append(Placement(name, offset, shape, writers.number(file), at + blob.data_offset, dtypes[name]))
+    records = []
+    entries = list(objects) + (_extra_states(tensors, stacked, layers) if extra_state else []) + [("common_state/shard_0_1", dict(common))]
+    cache: dict[int, bytes] = {}
+    for fqn, value in entries:
+        data = cache.get(id(value)) or torch_zip_writer.dump_file([value], "archive")
+        if value is None:
+            cache[id(value)] = data
+        file = writers.of(0, len(data))
+        records.append((fqn, file.path, file.put(data), len(data)))
+    index_file = pickle_writer.metadata_index(
+        [StoredTensor(k, d, s, tuple(pieces[k])) for k, (d, s) in shapes.items()],
+        [(f, p.rpartition("/")[2], o, n) for f, p, o, n in records],
+    )
+    files = writers.files()
+    common_file = torch_zip_writer.dump_file(dict(common), "common")
+    tracker = "release" if iteration is None else str(iteration)
+    for path, data in ((f"{folder}/common.pt", common_file), (f"{folder}/.metadata", index_file), (f"{folder}/metadata.json", json.dumps(METADATA_JSON).encode()),
+                       ("latest_checkpointed_iteration.txt", tracker.encode())):
+        files.append(TargetFile(path, len(data), ((0, data),)))
+    return TargetLayout(tuple(files), tuple(placements), copies)
+
+
+class _Writers:
+    """The .distcp files being laid out: one per rank, a further one when it grows beyond the limit."""
+
+    def __init__(self, folder: str, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._files: list[_File] = []
+        self._numbers: dict[str, int] = {}
+        self._current: dict[int, tuple[_File, int]] = {}
+
+    def of(self, rank: int, size: int) -> _File:
+        """The file that takes the next `size` bytes of a rank."""
+        file, part = self._current.get(rank, (None, -1))
+        if file is None or (file.position and file.position + size > self._limit):
+            part += 1
+            file = _File(f"{self._folder}/__{rank}_{part}.distcp")
+            self._numbers[file.path] = len(self._files)
+            self._files.append(file)
+            self._current[rank] = (file, part)
+        return file
+
+    def number(self, file: _File) -> int:
+        """Position of a file in the list of target files."""
+        return self._numbers[file.path]
+
+    def files(self) -> list[TargetFile]:
+        """All files with their literal bytes in order, neighbours joined."""
+        return [TargetFile(f.path, f.position, tuple(_join(sorted(f.literals)))) for f in self._files]
+
+
+def _join(literals: list[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
+    start, parts, end = 0, [], 0
+    for offset, data in literals:
+        if parts and offset - end < ALIGN:
+            parts.append(b"\0" * (offset - end) + data)
+        else:
+            if parts:
+                yield start, b"".join(parts)
+            start, parts = offset, [data]
+        end = offset + len(data)
+    if parts:
+        yield start, b"".join(parts)
+
+
+def _lead(key: str, index: Shape, layers: int, experts: int) -> Shape:
+    if not index:
+        return ()
+    if len(index) == 2:
+        return layers, experts
+    return (experts,) if ".mlp.experts.experts." in key else (layers,)
+
+
+def _rank(name: str, tp_rank: int, layers: int, experts: int, layout: ParallelLayout) -> int:
+    layer = layer_of(name)
+    if layer is None:
+        stage = layout.pp - 1 if name.startswith(("output_layer", "decoder.final_layernorm", "mtp.")) else 0
+    else:
+        stage = layout.stage(layer, layers)
+    if is_expert(name):
+        owner = (expert_of(name) or 0) * layout.ep // max(experts, 1)
+        return stage * layout.tp * layout.dp + owner * layout.expert_tp + tp_rank
+    return stage * layout.tp * layout.dp + tp_rank
+
+
+def _extra_states(tensors: Mapping[str, TensorMetadata], stacked: bool, layers: int) -> list[tuple[str, Any]]:
+    """None-valued `_extra_state` entries for the modules that have them in Transformer Engine models."""
+    modules: dict[int, set[str]] = {}
+    for name in tensors:
+        layer = layer_of(name)
+        if layer is not None and name.startswith("decoder.layers.") and ".mlp.experts." not in name:
+            module = name.split(f"decoder.layers.{layer}.", 1)[1].rpartition(".")[0]
+            modules.setdefault(layer, set()).add(module)
+    result: list[tuple[str, Any]] = [("decoder.final_layernorm._extra_state/shard_0_1", None)]
+    for layer, found in sorted(modules.items()):
+        for module in sorted((found | {"self_attention.core_attention"}) - {"mlp.router"}):
+            if stacked:
+                result.append((f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", None))
+            else:
+                result.append((f"decoder.layers.{layer}.{module}._extra_state/shard_0_1", None))
+    return result

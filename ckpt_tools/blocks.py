@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from .dtypes import dtype
-from .plan import Move
+from .planning import Move
 
 TASK_BYTES = 8 * 2**20  # bytes a worker takes at a time
 ROW_ELEMENTS = 16 * 1024  # a contiguous cast is done in rows of this many elements

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .blocks import GAP_BYTES, General, Ranges, RowBlocks, Task
 from .dtypes import dtype
 from .errors import CkptError
-from .plan import Move
+from .planning import Move
 from .tensors import contiguous_strides
 
 if TYPE_CHECKING:

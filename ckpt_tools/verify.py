@@ -9,8 +9,8 @@ from .blocks import make_tasks
 from .dtypes import dtype
 from .engine import Worker
 from .errors import CkptError
-from .execute import run_tasks
-from .plan import Move, merge_axes
+from .execution import run_tasks
+from .planning import Move, merge_axes
 from .tensors import TensorMetadata
 
 

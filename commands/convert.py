@@ -52,10 +52,10 @@ def convert(
     Bytes move from file to file through small buffers: no GPU, no torch, memory that does not grow with the model.
     DST appears only when it is complete. Every cast, padding, cut and dropped tensor is listed.
     """
-    from ..convert import ConvertOptions, plan_conversion, run_conversion
+    from ..conversion import ConvertOptions, plan_conversion, run_conversion
     from ..checkpoint import open_checkpoint
     from ..layout import ParallelLayout
-    from ..plan import to_json
+    from .PLANX to_json
     from .convert_report import report_plan, report_result
     from .output import Output, parse_size
     from .progress import progress as show_progress

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import CkptError
 from ..layout import ParallelLayout, expert_of, is_expert, layer_of, rank_boxes
 from ..naming import stored_key
-from ..plan import Copied, Placement, TargetFile
+from .planning import Copied, Placement, TargetFile
 from ..tensors import Shape, TensorMetadata
 from . import pickle_writer, torch_zip_writer
 from .hf_writer import TargetLayout

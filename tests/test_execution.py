@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute import execute
-from ckpt_tools.plan import Move, Placement, Plan, TargetFile, build_moves, from_json, to_json
+from ckpt_tools.execution import execute
+from ckpt_tools.planning import Move, Placement, Plan, TargetFile, build_moves, from_json, to_json
 from ckpt_tools.tensors import Chunk, Extent, TensorMetadata
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .blocks import Task, make_tasks
 from .engine import Worker
 from .errors import CkptError
-from .plan import Plan, SourceFile
+from .planning import Plan, SourceFile
 from .staging import Staging, overlaps
 
 Progress = Callable[[int], None]

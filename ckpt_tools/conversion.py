@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .checkpoint import Checkpoint, is_optimizer
+from .checkpoint import Checkpoint, is_optimizer, open_checkpoint
 from .dtypes import DTYPES, dtype
 from .errors import CkptError
-from .execute import Progress, Result, execute
+from .execution import Progress, Result, execute
 from .families.config import config_dtype_keys
 from .families.megatron_args import checkpoint_args, padded_vocab
 from .formats import hf as hf_format
@@ -21,7 +21,7 @@ from .formats.torch_dist_writer import layout_torch_dist
 from .layout import ParallelLayout
 from .naming import homogeneous
 from .notes import Note
-from .plan import Copied, Plan, build_moves, cast_notes
+from .planning import Copied, Plan, TargetFile, build_moves, cast_notes
 from .tensors import Chunk, TensorMetadata
 from .views import View, as_hf, as_mcore
 
@@ -67,6 +67,17 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     if options.to == "hf":
         return _plan_hf(checkpoint, options)
     return _plan_torch_dist(checkpoint, options)
+
+
+def plan(source: str | os.PathLike[str] | Checkpoint, to: str, *, iteration: str | int = "latest", **options: Any) -> Plan:
+    """The plan that converts `source` (a path or an opened Checkpoint) to format `to`.
+
+        execute(plan("llama/", "torch_dist", layout=ParallelLayout(tp=2)), "run/")
+
+    options: fields of ConvertOptions. Errors: as open_checkpoint and plan_conversion.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, iteration)
+    return plan_conversion(checkpoint, ConvertOptions(to=to, **options))
 
 
 def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
@@ -201,10 +212,8 @@ def _remote_code(config: dict[str, Any], files: tuple[str, ...], notes: list[Not
     return config, files
 
 
-def _carried(checkpoint: Checkpoint, template: _Template, folder: str) -> tuple[list[Any], list[Note]]:
-    from .plan import TargetFile
-
-    extra: list[Any] = []
+def _carried(checkpoint: Checkpoint, template: _Template, folder: str) -> tuple[list[TargetFile], list[Note]]:
+    extra: list[TargetFile] = []
     if template.raw is not None and template.config is not None:
         extra.append(TargetFile(f"{folder}/{HF_FOLDER}/config.json", len(template.raw), ((0, template.raw),)))
         if template.weight_map is not None or template.metadata != {"format": "pt"}:
@@ -336,7 +345,6 @@ def run_conversion(
 
 def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOptions, *, buffer: int, threads: int) -> int:
     """Compare the source with `written` through the inverse mapping; returns the bytes compared. Errors as verify.compare."""
-    from .checkpoint import open_checkpoint
     from .verify import compare
 
     result = open_checkpoint(written)

@@ -12,8 +12,8 @@ from .checkpoint import Checkpoint, is_optimizer, open_checkpoint
 from .dtypes import DTYPES, dtype
 from .errors import CkptError
 from .execution import Progress, Result, execute
-from .families.config import config_dtype_keys
-from .families.megatron_args import checkpoint_args, padded_vocab
+from .families.config import padded_vocab
+from .families.megatron_args import checkpoint_args
 from .formats import hf as hf_format
 from .formats.hf_writer import TargetLayout, config_bytes, layout_hf
 from .formats.pickles import Namespace
@@ -235,20 +235,25 @@ def _final_config(view: View, template: _Template, dtypes: Mapping[str, str], op
             counts[name] = counts.get(name, 0) + 1
     main = max(counts, key=lambda n: counts[n], default=None)
     result = dict(config)
-    for key in config_dtype_keys(config):
+    for key in dtype_keys(config):
         declared = config.get(key)
         if main and declared is not None and str(declared).removeprefix("torch.") != main:
             if options.dtype or template.config is None:
                 result[key] = main
             else:
                 notes.append(Note("warning", "config.json", f"says {key} {declared}, the tensors are {', '.join(f'{n} x{c}' for n, c in sorted(counts.items()))}"))
-    if main and not any(config.get(k) for k in config_dtype_keys(config)):
+    if main and not any(config.get(k) for k in dtype_keys(config)):
         result["dtype"] = main
     if template.raw is not None and result == json.loads(template.raw.decode("utf-8-sig")):
         return template.raw, notes
     if template.config is not None:
         return (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode(), notes
     return config_bytes(result), notes
+
+
+def dtype_keys(config: Mapping[str, Any]) -> list[str]:
+    """The spellings of the dtype that a config uses; transformers 5's when it uses none."""
+    return [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
 
 
 def _with_vocab(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import dtype
-from .planning import Copied, Placement, TargetFile
+from ..planning import Copied, Placement, TargetFile
 from ..tensors import TensorMetadata
 from .hf import INDEX_NAME, index_bytes, shard_names, split_shards
 from .safetensors import layout_file

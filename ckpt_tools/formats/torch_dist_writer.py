@@ -13,9 +13,9 @@ from typing import Any
 from ..errors import CkptError
 from ..layout import ParallelLayout, expert_of, is_expert, layer_of, rank_boxes
 from ..naming import stored_key
-from .planning import Copied, Placement, TargetFile
+from ..planning import Copied, Placement, TargetFile
 from ..tensors import Shape, TensorMetadata
-from . import pickle_writer, torch_zip_writer
+from . import dcp_metadata, pickle_writer, torch_zip_writer
 from .hf_writer import TargetLayout
 
 ALIGN = 64
@@ -35,16 +35,6 @@ class _File:
         self.literals.append((at, data))
         self.position = at + len(data)
         return at
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of the index: key, dtype, global shape, pieces (offset, shape, file name, offset of the record, bytes of the record)."""
-
-    key: str
-    dtype: str
-    shape: Shape
-    pieces: tuple[tuple[Shape, Shape, str, int, int], ...]
 
 
 def layout_torch_dist(
@@ -100,10 +90,13 @@ def layout_torch_dist(
             cache[id(value)] = data
         file = writers.of(0, len(data))
         records.append((fqn, file.path, file.put(data), len(data)))
-    index_file = pickle_writer.metadata_index(
-        [StoredTensor(k, d, s, tuple(pieces[k])) for k, (d, s) in shapes.items()],
-        [(f, p.rpartition("/")[2], o, n) for f, p, o, n in records],
+    index = dcp_metadata.metadata_object(
+        ((k, d, s, [(o, n) for o, n, *_ in pieces[k]]) for k, (d, s) in shapes.items()),
+        [fqn for fqn, *_ in records],
+        [*((fqn, None, path.rpartition("/")[2], at, size) for fqn, path, at, size in records),
+         *((k, o, file, at, size) for k, found in pieces.items() for o, _, file, at, size in found)],
     )
+    index_file = pickle_writer.dump(index)
     files = writers.files()
     common_file = torch_zip_writer.dump_file(dict(common), "common")
     tracker = "release" if iteration is None else str(iteration)

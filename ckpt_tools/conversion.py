@@ -52,7 +52,7 @@ class ConvertOptions:
     vocab: int | None = None
     strip_remote_code: bool = False
     allow_unrepresentable: bool = False
-    buffer: int = 512 * 1024
+    buffer: int = 256 * 1024
 
 
 def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:

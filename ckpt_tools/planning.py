@@ -97,7 +97,7 @@ class Plan:
     moves: tuple[Move, ...]
     notes: tuple[Note, ...] = ()
     tensors: int = 0
-    buffer: int = field(default=512 * 1024)
+    buffer: int = field(default=256 * 1024)
 
     @property
     def nbytes(self) -> int:

@@ -41,7 +41,7 @@ def convert(
     save_plan: Annotated[Optional[Path], typer.Option("--save-plan", help="Write the plan as JSON to this file.", show_default=False)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST, which stays as it is until the new one is complete.")] = False,
     threads: Annotated[int, typer.Option(help="Worker threads.")] = 2,
-    buffer: Annotated[str, typer.Option(help="Buffer per thread.")] = "512KiB",
+    buffer: Annotated[str, typer.Option(help="Buffer per thread.")] = "256KiB",
     fsync: Annotated[bool, typer.Option("--fsync/--no-fsync", help="Flush to disk before the result appears.")] = True,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress on a terminal.")] = True,
     format: Annotated[str, typer.Option("--format", help="auto, table, tsv, json or md.")] = "auto",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..dtypes import dtype
 from ..errors import CkptError
 from ..layout import ParallelLayout, expert_of, is_expert, layer_of, rank_boxes
 from ..naming import stored_key
@@ -20,6 +21,7 @@ from .hf_writer import TargetLayout
 
 ALIGN = 64
 FILE_BYTES = 5 * 10**9  # a new .distcp file is begun beyond this size
+SPREAD_BYTES = 256 * 10**6  # two files per rank beyond this size, as megatron-core 0.16 writes
 METADATA_JSON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
@@ -60,7 +62,8 @@ def layout_torch_dist(
     objects    further objects (full key with /shard_..., value).       extra_state  add the `_extra_state` entries TE models insist on.
     """
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
-    writers = _Writers(folder, file_bytes)
+    total = sum(t.numel * dtype(dtypes[n]).itemsize for n, t in tensors.items())
+    writers = _Writers(folder, file_bytes, 2 if total > SPREAD_BYTES else 1)
     pieces: dict[str, list[tuple[Shape, Shape, str, int, int]]] = {}
     shapes: dict[str, tuple[str, Shape]] = {}
     placements: list[Placement] = []
@@ -107,23 +110,34 @@ def layout_torch_dist(
 
 
 class _Writers:
-    """The .distcp files being laid out: one per rank, a further one when it grows beyond the limit."""
+    """The .distcp files being laid out: `spread` per rank side by side (threads writing one file wait for each other), further ones
+    when they grow beyond the limit."""
 
-    def __init__(self, folder: str, limit: int) -> None:
-        self._folder, self._limit = folder, limit
+    def __init__(self, folder: str, limit: int, spread: int) -> None:
+        self._folder, self._limit, self._spread = folder, limit, spread
         self._files: list[_File] = []
         self._numbers: dict[str, int] = {}
-        self._current: dict[int, tuple[_File, int]] = {}
+        self._open: dict[int, list[_File]] = {}
+        self._count: dict[int, int] = {}
 
     def of(self, rank: int, size: int) -> _File:
         """The file that takes the next `size` bytes of a rank."""
-        file, part = self._current.get(rank, (None, -1))
-        if file is None or (file.position and file.position + size > self._limit):
-            part += 1
-            file = _File(f"{self._folder}/__{rank}_{part}.distcp")
-            self._numbers[file.path] = len(self._files)
-            self._files.append(file)
-            self._current[rank] = (file, part)
+        current = self._open.setdefault(rank, [])
+        if len(current) < self._spread:
+            current.append(self._new(rank))
+        file = min(current, key=lambda f: f.position)
+        if file.position and file.position + size > self._limit:
+            current.remove(file)
+            file = self._new(rank)
+            current.append(file)
+        return file
+
+    def _new(self, rank: int) -> _File:
+        part = self._count.get(rank, 0)
+        self._count[rank] = part + 1
+        file = _File(f"{self._folder}/__{rank}_{part}.distcp")
+        self._numbers[file.path] = len(self._files)
+        self._files.append(file)
         return file
 
     def number(self, file: _File) -> int:

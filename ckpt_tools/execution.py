@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -17,6 +18,7 @@ from .planning import Plan, SourceFile
 from .staging import Staging, overlaps
 
 Progress = Callable[[int], None]
+FLUSH_BYTES = 256 * 2**20  # the background flush runs each time this much more has been written
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ def _fill(plan: Plan, folder: str, threads: int, fsync: bool, on_progress: Progr
         for source in plan.sources:
             sources.append(os.open(source.path, os.O_RDONLY | os.O_CLOEXEC))
         names = [s.path for s in plan.sources]
-        overflow = run_tasks(make_tasks(plan.moves, plan.buffer), lambda: Worker(plan.buffer, sources, targets, names), threads, on_progress)
+        with _Flusher(targets, fsync) as flusher:
+            overflow = run_tasks(make_tasks(plan.moves, plan.buffer), lambda: Worker(plan.buffer, sources, targets, names), threads, flusher.watch(on_progress))
         if fsync:
             _sync(targets, [os.path.join(folder, c.target) for c in plan.copies])
     finally:
@@ -114,6 +117,48 @@ def _create(folder: str, path: str, size: int, literals: Sequence[tuple[int, byt
         while done < len(data):
             done += os.pwrite(fd, data[done:], offset + done)
     return fd
+
+
+class _Flusher:
+    """Flushes the target files in the background while they are being written, so that the final fsync has little left to do."""
+
+    def __init__(self, targets: Sequence[int], enabled: bool) -> None:
+        self._targets, self._enabled = targets, enabled
+        self._wake, self._stop = threading.Event(), False
+        self._flushed = 0
+        self._thread = threading.Thread(target=self._run, name="ckpt-flush", daemon=True)
+
+    def __enter__(self) -> _Flusher:
+        if self._enabled:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._wake.set()
+        if self._enabled:
+            self._thread.join()
+
+    def watch(self, on_progress: Progress) -> Progress:
+        """on_progress that also wakes the flusher each FLUSH_BYTES."""
+
+        def progress(done: int) -> None:
+            if done - self._flushed >= FLUSH_BYTES:
+                self._flushed = done
+                self._wake.set()
+            on_progress(done)
+
+        return progress
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            if self._stop:
+                return
+            for fd in self._targets:
+                with contextlib.suppress(OSError):  # reported by the final fsync
+                    os.fdatasync(fd)
 
 
 def _sync(targets: Sequence[int], paths: Sequence[str]) -> None:

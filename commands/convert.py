@@ -55,7 +55,7 @@ def convert(
     from ..conversion import ConvertOptions, plan_conversion, run_conversion
     from ..checkpoint import open_checkpoint
     from ..layout import ParallelLayout
-    from .PLANX to_json
+    from ..planning import to_json
     from .convert_report import report_plan, report_result
     from .output import Output, parse_size
     from .progress import progress as show_progress

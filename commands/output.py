@@ -50,6 +50,16 @@ class Output:
         if self.format in ("table", "md"):
             _write([sanitize(line)])
 
+    def prose(self, title: str, text: str) -> None:
+        """A heading and a paragraph, which is text in TSV too; nothing in JSON."""
+        if not self.is_json:
+            import shutil
+            import textwrap
+
+            width = min(100, shutil.get_terminal_size((100, 24)).columns)
+            head = f"### {sanitize(title)}" if self.format == "md" else sanitize(title)
+            _write([head, "", *textwrap.wrap(sanitize(" ".join(text.split())), width, break_long_words=False)])
+
     def summary(self, pairs: Sequence[tuple[str, Any]], title: str | None = None) -> None:
         """Key and value, one a line: a heading and aligned text for people, two columns in TSV. Pairs whose value is None are left out."""
         shown = [(k, v) for k, v in pairs if v is not None]

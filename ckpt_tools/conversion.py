@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .checkpoint import Checkpoint, is_optimizer, open_checkpoint
+from .checkpoint import Checkpoint, is_optimizer, open_checkpoint, open_location
 from .dtypes import DTYPES, dtype
 from .errors import CkptError
 from .execution import Progress, Result, execute
@@ -36,7 +36,7 @@ class ConvertOptions:
 
     to "hf" | "torch_dist"; family overrides detection; hf_config folder or file with the config to follow; dtype of floating tensors;
     layer_keys "auto" | "stacked" | "per-layer"; layout ranks to cut for; iteration number to write (None = `release`);
-    max_shard_size bytes; divisible_by, padded_vocab, vocab the vocabulary sizes; buffer bytes per thread.
+    max_shard_size bytes; weights_from "auto" | "safetensors" | "megatron" when a checkpoint holds both; divisible_by, padded_vocab, vocab the vocabulary sizes; buffer bytes per thread.
     """
 
     to: str
@@ -50,6 +50,7 @@ class ConvertOptions:
     divisible_by: int | None = None
     padded_vocab: int | None = None
     vocab: int | None = None
+    weights_from: str = "auto"
     strip_remote_code: bool = False
     allow_unrepresentable: bool = False
     buffer: int = 256 * 1024
@@ -62,6 +63,10 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     """
     if options.to not in FORMATS:
         raise CkptError("E410", f"ckpt cannot write the format {options.to!r}", expected=", ".join(FORMATS))
+    checkpoint, notes = choose_weights(checkpoint, options)
+    if notes:
+        made = plan_conversion(checkpoint, options)
+        return replace(made, notes=(*notes, *made.notes))
     if checkpoint.format not in ("hf", "torch_dist", "torch_dcp"):
         raise CkptError("E410", f"there are no weights to convert in a checkpoint of format {checkpoint.format!r}", where=checkpoint.location.directory)
     if options.to == "hf":
@@ -78,6 +83,33 @@ def plan(source: str | os.PathLike[str] | Checkpoint, to: str, *, iteration: str
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, iteration)
     return plan_conversion(checkpoint, ConvertOptions(to=to, **options))
+
+
+def choose_weights(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, list[Note]]:
+    """The checkpoint whose weights are to be converted: of a split checkpoint the safetensors beside the iteration folder.
+
+    When weights are stored in both places they must be equal, or --weights-from must say which counts. Errors: E413 they differ.
+    """
+    beside = checkpoint.location.weights
+    if beside is None or checkpoint.format == "hf":
+        return checkpoint, []
+    location = replace(checkpoint.location, directory=beside, format="hf", weights=None)
+    if not checkpoint.weights:
+        return open_location(location), [Note("assumed", beside, "the iteration folder holds no weights; those beside it are converted"), *_dropped_state(checkpoint)]
+    if options.weights_from == "megatron":
+        return replace(checkpoint, location=replace(checkpoint.location, weights=None)), [Note("assumed", beside, "weights are stored twice; Megatron's were used, as asked")]
+    other = open_location(location)
+    if options.weights_from == "safetensors":
+        return other, [Note("assumed", beside, "weights are stored twice; the safetensors were used, as asked"), *_dropped_state(checkpoint)]
+    from .verify import compare
+
+    try:
+        compare(other.tensors, as_hf(checkpoint, family=options.family, hf_config=other.config).tensors, buffer=options.buffer, threads=2)
+    except CkptError as error:
+        raise CkptError("E413", "the weights are stored twice and the copies differ", where=f"{checkpoint.location.directory} and {beside}", found=f"{error.what}: {error.where}, {error.found}",
+                        hint="say which copy counts: --weights-from safetensors or --weights-from megatron") from None
+    wasted = sum(t.nbytes for t in other.tensors.values())
+    return replace(checkpoint, location=replace(checkpoint.location, weights=None)), [Note("warning", beside, f"the weights are stored twice ({wasted} bytes too many); the copies are equal")]
 
 
 def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
@@ -352,6 +384,7 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     """Compare the source with `written` through the inverse mapping; returns the bytes compared. Errors as verify.compare."""
     from .verify import compare
 
+    checkpoint, _ = choose_weights(checkpoint, options)
     result = open_checkpoint(written)
     if checkpoint.format == "hf":
         found = as_hf(result, family=options.family, hf_config=checkpoint.config).tensors if result.format != "hf" else result.tensors

@@ -34,6 +34,7 @@ def convert(
     divisible_by: Annotated[Optional[int], typer.Option("--make-vocab-size-divisible-by", help="Pad the vocabulary to a multiple of this times TP; default 128.", show_default=False)] = None,
     padded_vocab: Annotated[Optional[int], typer.Option("--padded-vocab-size", help="Rows of the padded vocabulary.", show_default=False)] = None,
     vocab: Annotated[Optional[int], typer.Option("--vocab-size", help="True vocabulary, when the checkpoint does not tell.", show_default=False)] = None,
+    weights_from: Annotated[str, typer.Option("--weights-from", help="Which copy counts when weights are stored twice: auto, safetensors, megatron.")] = "auto",
     strip_remote_code: Annotated[bool, typer.Option("--strip-remote-code", help="Leave out *.py files and auto_map.")] = False,
     force: Annotated[bool, typer.Option("--allow-unrepresentable", help="Convert weights although Megatron cannot hold part of the config.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")] = False,
@@ -64,7 +65,7 @@ def convert(
     options = ConvertOptions(
         to=to, family=family, hf_config=str(hf_config) if hf_config else None, dtype=dtype, layer_keys=layer_keys, layout=ParallelLayout(tp=tp, pp=pp, ep=ep, etp=etp),
         iteration=as_iteration, max_shard_size=parse_size(max_shard_size) if max_shard_size else None, divisible_by=divisible_by, padded_vocab=padded_vocab, vocab=vocab,
-        strip_remote_code=strip_remote_code, allow_unrepresentable=force, buffer=parse_size(buffer),
+        weights_from=weights_from, strip_remote_code=strip_remote_code, allow_unrepresentable=force, buffer=parse_size(buffer),
     )
     checkpoint = open_checkpoint(source, iteration)
     plan = plan_conversion(checkpoint, options)

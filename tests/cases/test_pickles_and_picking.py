@@ -173,9 +173,26 @@ def test_weights_beside_the_state_are_used_and_their_absence_is_explained(tmp_pa
     torch.save({"args": argparse.Namespace(num_layers=4), "iteration": 20}, folder / "common.pt")
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("20")
     done = ckpt("inspect", tmp_path / "ckpt")
-    assert done.returncode == 0 and "safetensors" in done.stdout
+    assert done.returncode == 0 and "weights" in done.stdout
     assert ckpt("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "torch_dist").returncode == 0
     assert ckpt("convert", tmp_path / "out", tmp_path / "back", "--to", "hf").returncode == 0 and same(read_hf(tmp_path / "back"), hf)
     (tmp_path / "ckpt" / "model.safetensors").unlink()
     done = ckpt("convert", tmp_path / "ckpt", tmp_path / "out2", "--to", "hf")
     assert done.returncode == 2 and "weights" in done.stderr
+
+
+@pytest.mark.case("B2")
+def test_weights_stored_twice_are_compared_before_one_is_chosen(tmp_path):
+    hf = write_hf(tmp_path / "ckpt")
+    for name, change in (("equal", 0.0), ("other", 1.0)):
+        write_hf(tmp_path / name)
+        tensors = megatron_tensors(hf, CONFIG, 104)
+        tensors["decoder.layers.1.mlp.linear_fc2.weight"] = tensors["decoder.layers.1.mlp.linear_fc2.weight"] + change
+        write_torch_dist(tmp_path / name, stack(tensors, 4), megatron_args(CONFIG), iteration=20)
+    done = ckpt("convert", tmp_path / "equal", tmp_path / "out", "--to", "hf")
+    assert done.returncode == 0 and "stored twice" in done.stderr and same(read_hf(tmp_path / "out"), hf)
+    done = ckpt("convert", tmp_path / "other", tmp_path / "out2", "--to", "hf")
+    assert done.returncode == 2 and "E413" in done.stderr and "--weights-from" in done.stderr and not (tmp_path / "out2").exists()
+    for choice, bias in (("safetensors", 0.0), ("megatron", 1.0)):
+        assert ckpt("convert", tmp_path / "other", tmp_path / choice, "--to", "hf", "--weights-from", choice).returncode == 0
+        assert np.array_equal(read_hf(tmp_path / choice)["model.layers.1.mlp.down_proj.weight"], hf["model.layers.1.mlp.down_proj.weight"] + np.float32(bias))

@@ -32,13 +32,15 @@ class HfFolder:
     warnings: tuple[str, ...]
 
 
-def open_hf(path: str) -> HfFolder:
+def open_hf(path: str, *, tolerant: bool = False) -> HfFolder:
     """Headers, index and config of an HF folder or of one .safetensors file.
+
+    tolerant: bytes after the last tensor of a file are a warning instead of an error.
 
     Errors: E205 placeholder files, E210/E211 broken files, E213 index and files disagree, E214 unsafe path in the index, E215 no weights.
     """
     if os.path.isfile(path):
-        header = read_header(path)
+        header = read_header(path, tolerant=tolerant)
         folder_config = os.path.join(os.path.dirname(path), "config.json")
         config = read_json(folder_config) if os.path.exists(folder_config) else None
         return HfFolder(header.tensors, config, None, header.metadata, (path,), header.warnings)
@@ -51,20 +53,21 @@ def open_hf(path: str) -> HfFolder:
     if len(indexes) > 1:
         raise CkptError("E213", "several safetensors indexes and none is the usual one", where=path, found=", ".join(indexes), expected=INDEX_NAME)
     if indexes:
-        return _open_indexed(path, indexes[0], names, config)
+        return _open_indexed(path, indexes[0], names, config, tolerant)
     files = [n for n in names if n.endswith(".safetensors") and not n.startswith(("adapter_model", "optimizer"))]
     if not files:
         others = [n for n in names if n.endswith((".bin", ".pt", ".pth"))]
         raise CkptError("E215", "no safetensors weights in this folder", where=path, found=", ".join(others) or "no weight files",
                         hint="pytorch_model.bin is a pickle that ckpt does not read; save it as safetensors with transformers first" if others else None)
-    return _open_unindexed(path, files, config)
+    return _open_unindexed(path, files, config, tolerant)
 
 
-def _open_unindexed(path: str, files: Sequence[str], config: dict[str, Any] | None) -> HfFolder:
+def _open_unindexed(path: str, files: Sequence[str], config: dict[str, Any] | None, tolerant: bool) -> HfFolder:
     tensors: dict[str, TensorMetadata] = {}
     metadata, warnings = None, []
     for position, name in enumerate(files):
-        header = read_header(os.path.join(path, name))
+        header = read_header(os.path.join(path, name), tolerant=tolerant)
+        warnings.extend(header.warnings)
         metadata = header.metadata if position == 0 else metadata
         for fqn, tensor in header.tensors.items():
             if fqn in tensors:
@@ -77,26 +80,27 @@ def _open_unindexed(path: str, files: Sequence[str], config: dict[str, Any] | No
     return HfFolder(tensors, config, None, metadata, tuple(os.path.join(path, n) for n in files), tuple(warnings))
 
 
-def _open_indexed(path: str, index_name: str, names: Sequence[str], config: dict[str, Any] | None) -> HfFolder:
+def _open_indexed(path: str, index_name: str, names: Sequence[str], config: dict[str, Any] | None, tolerant: bool) -> HfFolder:
     index_path = os.path.join(path, index_name)
     index = read_json(index_path)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CkptError("E213", "the index has no weight_map of names to files", where=index_path)
-    for fqn, name in weight_map.items():
+    for name in set(weight_map.values()):
         if not is_safe_name(name):
+            fqn = next(n for n, file in weight_map.items() if file == name)
             raise CkptError("E214", "the index sends a tensor to a path outside the folder", where=f"{index_path}: {fqn}", found=repr(name))
     present = set(names)
     headers = {}
     for name in sorted(set(weight_map.values())):
         if name not in present and not os.path.isfile(os.path.join(path, name)):
             lost = [fqn for fqn, n in weight_map.items() if n == name]
-            near = nearest(name, present, 1) or [n for n in names if n.lower() == name.lower()]
+            near = [n for n in names if n.lower() == name.lower()] or nearest(name, present, 1)
             raise CkptError("E213", f"the index names {name}, which is not in the folder", where=index_path,
                             found=f"{len(lost)} tensors would be missing, the first is {lost[0]}",
                             hint=f"download it again{f'; there is a {near[0]}, which is not the same name' if near else ''}")
-        headers[name] = read_header(os.path.join(path, name))
-    tensors, warnings = {}, []
+        headers[name] = read_header(os.path.join(path, name), tolerant=tolerant)
+    tensors, warnings = {}, [w for h in headers.values() for w in h.warnings]
     for fqn, name in weight_map.items():
         found = headers[name].tensors.get(fqn)
         if found is None:

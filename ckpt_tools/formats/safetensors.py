@@ -27,8 +27,10 @@ class Header:
     warnings: tuple[str, ...] = ()
 
 
-def read_header(path: str) -> Header:
+def read_header(path: str, *, tolerant: bool = False) -> Header:
     """Header of a safetensors file, every range checked against the file's size; no tensor byte is read.
+
+    tolerant: bytes after the last tensor are a warning instead of an error (for looking at a file, not for copying it).
 
     Errors: E205 placeholder (git-lfs pointer, HTML), E210 broken header, E211 ranges that do not partition the data.
     """
@@ -47,10 +49,10 @@ def read_header(path: str) -> Header:
             raise CkptError("E210", "safetensors file ends inside its header", where=path, expected=f"at least {8 + length} bytes", found=f"{size} bytes",
                             hint="the file is truncated; fetch it again")
         raw = file.read(length)
-    return parse_header(raw, path, size)
+    return parse_header(raw, path, size, tolerant=tolerant)
 
 
-def parse_header(raw: bytes, path: str, size: int) -> Header:
+def parse_header(raw: bytes, path: str, size: int, *, tolerant: bool = False) -> Header:
     """`raw` = the JSON bytes; `size` = bytes of the whole file. See read_header."""
     doubles: list[str] = []
 
@@ -94,6 +96,9 @@ def parse_header(raw: bytes, path: str, size: int) -> Header:
     if start + position != size:
         extra = size - start - position
         what = f"{extra} bytes are not covered by any tensor" if extra > 0 else "safetensors file is shorter than its header says"
+        if tolerant and extra > 0:
+            said = f"{os.path.basename(path)}: {what} (safetensors itself refuses the file)"
+            return Header(tensors, metadata, start, size, (said,))
         raise CkptError("E211", what, where=path, expected=f"{start + position} bytes", found=f"{size} bytes",
                         hint="the file is truncated or was appended to; fetch it again")
     return Header(tensors, metadata, start, size)

@@ -221,7 +221,7 @@ def _template(checkpoint: Checkpoint, options: ConvertOptions) -> _Template:
         weight_map, metadata = value.get("weight_map"), value.get("metadata", metadata)
     elif os.path.exists(index := os.path.join(folder, hf_format.INDEX_NAME)):
         weight_map = hf_format.read_json(index).get("weight_map")
-    if weight_map is not None and not (isinstance(weight_map, dict) and all(isinstance(v, str) and hf_format.is_safe_name(v) for v in weight_map.values())):
+    if weight_map is not None and not (isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values()) and all(map(hf_format.is_safe_name, set(weight_map.values())))):
         weight_map = None
         notes.append(Note("warning", "", "the shard layout beside the config is not usable and was not followed"))
     files = tuple(f for f in files if f != WEIGHT_MAP)

@@ -1,9 +1,9 @@
 """ckpt: move LLM checkpoints between Hugging Face and Megatron-Core, between parallel layouts, between save and resume.
 
-    from ckpt_tools import open_checkpoint, as_hf
-    checkpoint = open_checkpoint("runs/llama")          # headers only
-    weights = as_hf(checkpoint)                         # HF names, nothing converted yet
-    weights["model.norm.weight"][:4]                    # reads four numbers
+from ckpt_tools import open_checkpoint, as_hf
+checkpoint = open_checkpoint("runs/llama")          # headers only
+weights = as_hf(checkpoint)                         # HF names, nothing converted yet
+weights["model.norm.weight"][:4]                    # reads four numbers
 """
 
 from __future__ import annotations
@@ -24,14 +24,45 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "Checkpoint": "checkpoint", "open_checkpoint": "checkpoint", "ConvertOptions": "conversion", "plan_conversion": "conversion", "run_conversion": "conversion", "plan": "conversion",
-    "CkptError": "errors", "Result": "execution", "execute": "execution", "ParallelLayout": "layout", "LazyTensor": "lazy", "Plan": "planning",
-    "Chunk": "tensors", "Extent": "tensors", "TensorMetadata": "tensors", "View": "views", "as_hf": "views", "as_mcore": "views",
+    "Checkpoint": "checkpoint",
+    "open_checkpoint": "checkpoint",
+    "ConvertOptions": "conversion",
+    "plan_conversion": "conversion",
+    "run_conversion": "conversion",
+    "plan": "conversion",
+    "CkptError": "errors",
+    "Result": "execution",
+    "execute": "execution",
+    "ParallelLayout": "layout",
+    "LazyTensor": "lazy",
+    "Plan": "planning",
+    "Chunk": "tensors",
+    "Extent": "tensors",
+    "TensorMetadata": "tensors",
+    "View": "views",
+    "as_hf": "views",
+    "as_mcore": "views",
 }
 
 __all__ = [
-    "Checkpoint", "Chunk", "CkptError", "ConvertOptions", "Extent", "LazyTensor", "ParallelLayout", "Plan", "Result", "TensorMetadata", "View",
-    "as_hf", "as_mcore", "execute", "open_checkpoint", "plan", "plan_conversion", "run_conversion",
+    "Checkpoint",
+    "Chunk",
+    "CkptError",
+    "ConvertOptions",
+    "Extent",
+    "LazyTensor",
+    "ParallelLayout",
+    "Plan",
+    "Result",
+    "TensorMetadata",
+    "View",
+    "as_hf",
+    "as_mcore",
+    "execute",
+    "open_checkpoint",
+    "plan",
+    "plan_conversion",
+    "run_conversion",
 ]
 
 

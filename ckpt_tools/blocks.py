@@ -1,4 +1,4 @@
-"""Moves grouped into tasks: neighbouring byte ranges joined, column blocks that share source rows read once, targets that share rows written once."""
+"""Moves grouped into tasks: neighbouring ranges joined, shared source rows read once, shared target rows written once."""
 
 from __future__ import annotations
 
@@ -85,14 +85,27 @@ def _two_axes(move: Move) -> Iterator[Move]:
         full = total // ROW_ELEMENTS
         for start, rows, columns in ((0, full, ROW_ELEMENTS), (full * ROW_ELEMENTS, 1, total % ROW_ELEMENTS)):
             if rows and columns:
-                yield replace(move, source_offset=move.source_offset + start * a, target_offset=move.target_offset + start * b, shape=(rows, columns),
-                              source_strides=(columns * a, a), target_strides=(columns * b, b))
+                yield replace(
+                    move,
+                    source_offset=move.source_offset + start * a,
+                    target_offset=move.target_offset + start * b,
+                    shape=(rows, columns),
+                    source_strides=(columns * a, a),
+                    target_strides=(columns * b, b),
+                )
         return
     outer = len(move.shape) - 2
     for index in product(*(range(n) for n in move.shape[:outer])):
         source = move.source_offset + sum(i * s for i, s in zip(index, move.source_strides, strict=False))
         target = move.target_offset + sum(i * s for i, s in zip(index, move.target_strides, strict=False))
-        yield replace(move, source_offset=source, target_offset=target, shape=move.shape[outer:], source_strides=move.source_strides[outer:], target_strides=move.target_strides[outer:])
+        yield replace(
+            move,
+            source_offset=source,
+            target_offset=target,
+            shape=move.shape[outer:],
+            source_strides=move.source_strides[outer:],
+            target_strides=move.target_strides[outer:],
+        )
 
 
 def _row_groups(moves: Sequence[Move], buffer: int) -> tuple[list[Task], list[tuple[int, int, int, int, int]]]:
@@ -101,9 +114,13 @@ def _row_groups(moves: Sequence[Move], buffer: int) -> tuple[list[Task], list[tu
     for move in moves:
         width = move.shape[1] * move.target_strides[1]
         if move.target_strides[0] == width:
-            scatter.setdefault((move.source, move.shape[0], move.source_strides[0], move.source_dtype, move.target_dtype, move.add), []).append(move)
+            scatter.setdefault(
+                (move.source, move.shape[0], move.source_strides[0], move.source_dtype, move.target_dtype, move.add), []
+            ).append(move)
         else:
-            gather.setdefault((move.target, move.shape[0], move.target_strides[0], move.source_dtype, move.target_dtype, move.add), []).append(move)
+            gather.setdefault(
+                (move.target, move.shape[0], move.target_strides[0], move.source_dtype, move.target_dtype, move.add), []
+            ).append(move)
     tasks: list[Task] = []
     loose: list[tuple[int, int, int, int, int]] = []
     for group in _windows(scatter, by_source=True):
@@ -152,7 +169,13 @@ def _row_ranges(moves: Iterable[Move]) -> Iterator[tuple[int, int, int, int, int
     for move in moves:
         width = move.shape[1] * move.source_strides[1]
         for row in range(move.shape[0]):
-            yield move.source, move.source_offset + row * move.source_strides[0], move.target, move.target_offset + row * move.target_strides[0], width
+            yield (
+                move.source,
+                move.source_offset + row * move.source_strides[0],
+                move.target,
+                move.target_offset + row * move.target_strides[0],
+                width,
+            )
 
 
 def _cut_rows(kind: str, group: Sequence[Move], pitch: int) -> Iterator[RowBlocks]:

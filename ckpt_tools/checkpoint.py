@@ -114,7 +114,9 @@ def open_location(location: Location) -> Checkpoint:
     if location.format in ("torch_dist", "torch_dcp"):
         opened = torch_dist_format.open_torch_dist(location.directory)
         tensors = {n: t for n, t in opened.tensors.items() if not n.endswith(EXTRA_STATE)}
-        return Checkpoint(location, location.format, tensors, None, opened.common, opened.objects, opened, (*location.warnings, *opened.warnings))
+        return Checkpoint(
+            location, location.format, tensors, None, opened.common, opened.objects, opened, (*location.warnings, *opened.warnings)
+        )
     if location.format == "state":
         common, _ = torch_dist_format._common(location.directory, {})
         return Checkpoint(location, "state", {}, None, common, warnings=location.warnings)

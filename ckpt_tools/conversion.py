@@ -1,4 +1,4 @@
-"""From an opened checkpoint and options to a plan: choose the family, take the view, lay out the target, list everything a person must know."""
+"""From an opened checkpoint and options to a plan: family, view, target layout, and everything a person must know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .families.megatron_args import checkpoint_args
 from .formats import hf as hf_format
 from .formats.hf_writer import TargetLayout, config_bytes, layout_hf
 from .formats.pickles import Namespace
-from .formats.torch_dist_writer import layout_torch_dist
+from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
 from .layout import ParallelLayout
 from .naming import homogeneous
 from .notes import Note
@@ -36,7 +36,8 @@ class ConvertOptions:
 
     to "hf" | "torch_dist"; family overrides detection; hf_config folder or file with the config to follow; dtype of floating tensors;
     layer_keys "auto" | "stacked" | "per-layer"; layout ranks to cut for; iteration number to write (None = `release`);
-    max_shard_size bytes; weights_from "auto" | "safetensors" | "megatron" when a checkpoint holds both; divisible_by, padded_vocab, vocab the vocabulary sizes; buffer bytes per thread.
+    max_shard_size bytes; weights_from "auto" | "safetensors" | "megatron" when a checkpoint holds both; divisible_by, padded_vocab,
+    vocab the vocabulary sizes; buffer bytes per thread.
     """
 
     to: str
@@ -68,7 +69,9 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         made = plan_conversion(checkpoint, options)
         return replace(made, notes=(*notes, *made.notes))
     if checkpoint.format not in ("hf", "torch_dist", "torch_dcp"):
-        raise CkptError("E410", f"there are no weights to convert in a checkpoint of format {checkpoint.format!r}", where=checkpoint.location.directory)
+        raise CkptError(
+            "E410", f"there are no weights to convert in a checkpoint of format {checkpoint.format!r}", where=checkpoint.location.directory
+        )
     if options.to == "hf":
         return _plan_hf(checkpoint, options)
     return _plan_torch_dist(checkpoint, options)
@@ -95,21 +98,36 @@ def choose_weights(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Che
         return checkpoint, []
     location = replace(checkpoint.location, directory=beside, format="hf", weights=None)
     if not checkpoint.weights:
-        return open_location(location), [Note("assumed", beside, "the iteration folder holds no weights; those beside it are converted"), *_dropped_state(checkpoint)]
+        return open_location(location), [
+            Note("assumed", beside, "the iteration folder holds no weights; those beside it are converted"),
+            *_dropped_state(checkpoint),
+        ]
     if options.weights_from == "megatron":
-        return replace(checkpoint, location=replace(checkpoint.location, weights=None)), [Note("assumed", beside, "weights are stored twice; Megatron's were used, as asked")]
+        return replace(checkpoint, location=replace(checkpoint.location, weights=None)), [
+            Note("assumed", beside, "weights are stored twice; Megatron's were used, as asked")
+        ]
     other = open_location(location)
     if options.weights_from == "safetensors":
-        return other, [Note("assumed", beside, "weights are stored twice; the safetensors were used, as asked"), *_dropped_state(checkpoint)]
+        return other, [
+            Note("assumed", beside, "weights are stored twice; the safetensors were used, as asked"),
+            *_dropped_state(checkpoint),
+        ]
     from .verify import compare
 
     try:
         compare(other.tensors, as_hf(checkpoint, family=options.family, hf_config=other.config).tensors, buffer=options.buffer, threads=2)
     except CkptError as error:
-        raise CkptError("E413", "the weights are stored twice and the copies differ", where=f"{checkpoint.location.directory} and {beside}", found=f"{error.what}: {error.where}, {error.found}",
-                        hint="say which copy counts: --weights-from safetensors or --weights-from megatron") from None
+        raise CkptError(
+            "E413",
+            "the weights are stored twice and the copies differ",
+            where=f"{checkpoint.location.directory} and {beside}",
+            found=f"{error.what}: {error.where}, {error.found}",
+            hint="say which copy counts: --weights-from safetensors or --weights-from megatron",
+        ) from None
     wasted = sum(t.nbytes for t in other.tensors.values())
-    return replace(checkpoint, location=replace(checkpoint.location, weights=None)), [Note("warning", beside, f"the weights are stored twice ({wasted} bytes too many); the copies are equal")]
+    return replace(checkpoint, location=replace(checkpoint.location, weights=None)), [
+        Note("warning", beside, f"the weights are stored twice ({wasted} bytes too many); the copies are equal")
+    ]
 
 
 def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
@@ -120,15 +138,32 @@ def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         view = as_hf(_with_vocab(checkpoint, options), family=options.family, hf_config=template.config)
     dtypes = _target_dtypes(view, options.dtype)
     config, notes = _final_config(view, template, dtypes, options)
-    copies = tuple(Copied(os.path.join(template.folder, n), n, os.path.getsize(os.path.join(template.folder, n))) for n in template.files) if template.folder else ()
-    layout = layout_hf(view.tensors, dtypes, config=config, shard_size=options.max_shard_size, weight_map=template.weight_map, metadata=template.metadata, copies=copies)
+    copies = (
+        tuple(Copied(os.path.join(template.folder, n), n, os.path.getsize(os.path.join(template.folder, n))) for n in template.files)
+        if template.folder
+        else ()
+    )
+    layout = layout_hf(
+        view.tensors,
+        dtypes,
+        config=config,
+        shard_size=options.max_shard_size,
+        weight_map=template.weight_map,
+        metadata=template.metadata,
+        copies=copies,
+    )
     notes += [*template.notes, *_cut_notes(view), *_dropped_state(checkpoint)]
     return _finish(checkpoint, view, layout, dtypes, notes, options, {"format": "hf"})
 
 
 def _plan_torch_dist(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     if checkpoint.format != "hf" and any(is_optimizer(n) for n in checkpoint.tensors):
-        raise CkptError("E410", "this would leave the optimizer state behind", where=checkpoint.location.directory, hint="`ckpt reshard` carries it along")
+        raise CkptError(
+            "E410",
+            "this would leave the optimizer state behind",
+            where=checkpoint.location.directory,
+            hint="`ckpt reshard` carries it along",
+        )
     view = as_mcore(checkpoint, family=options.family, allow_unrepresentable=options.allow_unrepresentable)
     rows = _padded_rows(view, options)
     view = repad(view, rows)
@@ -139,29 +174,60 @@ def _plan_torch_dist(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         args["params_dtype"] = next(iter(dtypes.values()))
     stored = checkpoint_args(args, layout=layout.arguments(), iteration=options.iteration or 0)
     common = {
-        "args": Namespace(stored), "checkpoint_version": 3.0, "iteration": options.iteration or 0, "num_floating_point_operations_so_far": 0.0,
+        "args": Namespace(stored),
+        "checkpoint_version": 3.0,
+        "iteration": options.iteration or 0,
+        "num_floating_point_operations_so_far": 0.0,
         "content_metadata": {"singleton_local_shards": False},
     }
     alike = homogeneous(view.tensors)
     if options.layer_keys == "stacked" and not alike:
-        raise CkptError("E410", "the layers of this model are not alike, so Megatron cannot store them as one tensor", hint="use --layer-keys per-layer")
+        raise CkptError(
+            "E410", "the layers of this model are not alike, so Megatron cannot store them as one tensor", hint="use --layer-keys per-layer"
+        )
     stacked = alike and not _needs_layer_keys(args) if options.layer_keys == "auto" else options.layer_keys == "stacked"
     template = _template(checkpoint, options)
     folder = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
     extra, notes = _carried(checkpoint, template, folder)
     laid = layout_torch_dist(
-        view.tensors, dtypes, common=common, iteration=options.iteration, stacked=stacked, layers=view.dims.layers, layout=layout, gated=bool(args.get("swiglu", True)),
-        copies=tuple(Copied(os.path.join(template.folder, n), f"{folder}/{HF_FOLDER}/{n}", os.path.getsize(os.path.join(template.folder, n))) for n in template.files) if template.folder else (),
-        **({"file_bytes": options.max_shard_size} if options.max_shard_size else {}),
+        view.tensors,
+        dtypes,
+        common=common,
+        iteration=options.iteration,
+        stacked=stacked,
+        layers=view.dims.layers,
+        layout=layout,
+        gated=bool(args.get("swiglu", True)),
+        copies=tuple(
+            Copied(os.path.join(template.folder, n), f"{folder}/{HF_FOLDER}/{n}", os.path.getsize(os.path.join(template.folder, n)))
+            for n in template.files
+        )
+        if template.folder
+        else (),
+        file_bytes=options.max_shard_size or FILE_BYTES,
     )
     laid = replace(laid, files=(*laid.files[:-1], *extra, laid.files[-1]))
     notes += [*template.notes, *_pad_notes(view)]
-    details = {"format": "torch_dist", "layer_keys": "stacked" if stacked else "per-layer", "iteration": "release" if options.iteration is None else options.iteration,
-               "tp": layout.tp, "pp": layout.pp, "padded_vocab_size": rows}
+    details = {
+        "format": "torch_dist",
+        "layer_keys": "stacked" if stacked else "per-layer",
+        "iteration": "release" if options.iteration is None else options.iteration,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "padded_vocab_size": rows,
+    }
     return _finish(checkpoint, view, laid, dtypes, notes, options, details)
 
 
-def _finish(checkpoint: Checkpoint, view: View, laid: TargetLayout, dtypes: Mapping[str, str], notes: list[Note], options: ConvertOptions, target: dict[str, Any]) -> Plan:
+def _finish(
+    checkpoint: Checkpoint,
+    view: View,
+    laid: TargetLayout,
+    dtypes: Mapping[str, str],
+    notes: list[Note],
+    options: ConvertOptions,
+    target: dict[str, Any],
+) -> Plan:
     builder = build_moves(view.tensors, laid.placements)
     location = checkpoint.location
     source = {"path": location.directory, "format": checkpoint.format, "iteration": location.label, "chosen": location.chosen}
@@ -169,7 +235,9 @@ def _finish(checkpoint: Checkpoint, view: View, laid: TargetLayout, dtypes: Mapp
     warnings = [Note("warning", "", w) for w in checkpoint.warnings]
     kept = [Note("kept", n, f"stays {dtypes[n]}") for n in sorted(view.keep_dtype) if options.dtype and dtypes.get(n) != options.dtype]
     everything = (*warnings, *view.notes, *notes, *kept, *cast_notes(view.tensors, dtypes))
-    return Plan(source, target, builder.sources(), laid.files, laid.copies, tuple(builder.moves), everything, len(laid.placements), options.buffer)
+    return Plan(
+        source, target, builder.sources(), laid.files, laid.copies, tuple(builder.moves), everything, len(laid.placements), options.buffer
+    )
 
 
 def _target_dtypes(view: View, wanted: str | None) -> dict[str, str]:
@@ -201,8 +269,16 @@ def _template(checkpoint: Checkpoint, options: ConvertOptions) -> _Template:
         folder = next((p for p in places if p and os.path.isfile(os.path.join(p, "config.json"))), None)
     if folder is None:
         if options.to == "hf":
-            return _Template(notes=(Note("warning", "", "no HF folder was given: config.json is made from the checkpoint's arguments, and there is no tokenizer, "
-                                         "generation_config.json or chat template (give --hf-config DIR)"),))
+            return _Template(
+                notes=(
+                    Note(
+                        "warning",
+                        "",
+                        "no HF folder was given: config.json is made from the checkpoint's arguments, and there is no tokenizer, "
+                        "generation_config.json or chat template (give --hf-config DIR)",
+                    ),
+                )
+            )
         return _Template()
     path = folder if os.path.isfile(folder) else os.path.join(folder, "config.json")
     if not os.path.exists(path):
@@ -213,15 +289,20 @@ def _template(checkpoint: Checkpoint, options: ConvertOptions) -> _Template:
     folder = os.path.dirname(path)
     files, warnings = hf_format.side_files(folder)
     notes = [Note("warning", "", w) for w in warnings]
-    weight_map, metadata = None, {"format": "pt"}
+    weight_map: Any = None  # from files: checked below
+    metadata: Any = {"format": "pt"}
     if checkpoint.format == "hf" and isinstance(checkpoint.details, hf_format.HfFolder):
-        weight_map, metadata = checkpoint.details.weight_map, checkpoint.details.metadata  # type: ignore[assignment]
+        weight_map, metadata = checkpoint.details.weight_map, checkpoint.details.metadata
     elif os.path.exists(stored := os.path.join(folder, WEIGHT_MAP)):
         value = hf_format.read_json(stored)
         weight_map, metadata = value.get("weight_map"), value.get("metadata", metadata)
     elif os.path.exists(index := os.path.join(folder, hf_format.INDEX_NAME)):
         weight_map = hf_format.read_json(index).get("weight_map")
-    if weight_map is not None and not (isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values()) and all(map(hf_format.is_safe_name, set(weight_map.values())))):
+    if weight_map is not None and not (
+        isinstance(weight_map, dict)
+        and all(isinstance(v, str) for v in weight_map.values())
+        and all(map(hf_format.is_safe_name, set(weight_map.values())))
+    ):
         weight_map = None
         notes.append(Note("warning", "", "the shard layout beside the config is not usable and was not followed"))
     files = tuple(f for f in files if f != WEIGHT_MAP)
@@ -273,7 +354,13 @@ def _final_config(view: View, template: _Template, dtypes: Mapping[str, str], op
             if options.dtype or template.config is None:
                 result[key] = main
             else:
-                notes.append(Note("warning", "config.json", f"says {key} {declared}, the tensors are {', '.join(f'{n} x{c}' for n, c in sorted(counts.items()))}"))
+                notes.append(
+                    Note(
+                        "warning",
+                        "config.json",
+                        f"says {key} {declared}, the tensors are {', '.join(f'{n} x{c}' for n, c in sorted(counts.items()))}",
+                    )
+                )
     if main and not any(config.get(k) for k in dtype_keys(config)):
         result["dtype"] = main
     if template.raw is not None and result == json.loads(template.raw.decode("utf-8-sig")):
@@ -304,7 +391,12 @@ def _padded_rows(view: View, options: ConvertOptions) -> int:
     vocab = int(view.args.get("vocab_size") or view.dims.padded_vocab)
     rows = options.padded_vocab or padded_vocab(vocab, _divisor(view, options), options.layout.tp)
     if rows < vocab or rows % options.layout.tp:
-        raise CkptError("E301", "the padded vocabulary does not fit", expected=f"at least {vocab} rows, a multiple of tp {options.layout.tp}", found=str(rows))
+        raise CkptError(
+            "E301",
+            "the padded vocabulary does not fit",
+            expected=f"at least {vocab} rows, a multiple of tp {options.layout.tp}",
+            found=str(rows),
+        )
     return rows
 
 
@@ -377,7 +469,15 @@ def run_conversion(
     def check(folder: str) -> int:
         return verify_conversion(checkpoint, folder, options, buffer=plan.buffer, threads=threads)
 
-    return execute(plan, destination, threads=threads, fsync=fsync, overwrite=overwrite, on_progress=on_progress, before_commit=check if verify else None)
+    return execute(
+        plan,
+        destination,
+        threads=threads,
+        fsync=fsync,
+        overwrite=overwrite,
+        on_progress=on_progress,
+        before_commit=check if verify else None,
+    )
 
 
 def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOptions, *, buffer: int, threads: int) -> int:

@@ -86,7 +86,15 @@ DTYPES: dict[str, DType] = {
 RANK: dict[str, int] = {name: rank for rank, name in enumerate(DTYPES)}
 BY_SAFETENSORS: dict[str, DType] = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
 BY_STORAGE: dict[str, DType] = {d.storage: d for d in DTYPES.values() if d.storage}
-ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64"}
+ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
 
 
 def dtype(name: str) -> DType:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .blocks import GAP_BYTES, General, Ranges, RowBlocks, Task
 from .dtypes import dtype
 from .errors import CkptError
 from .planning import Move
-from .tensors import contiguous_strides
+from .strided import load_block
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +48,12 @@ class Worker:
         while done < size:
             count = os.preadv(self._sources[source], [view[done:]], offset + done)
             if count == 0:
-                raise CkptError("E406", "a source file became shorter while it was read", where=self._names[source], expected=f"bytes at {offset + done}")
+                raise CkptError(
+                    "E406",
+                    "a source file became shorter while it was read",
+                    where=self._names[source],
+                    expected=f"bytes at {offset + done}",
+                )
             done += count
 
     def write(self, target: int, offset: int, view: memoryview) -> None:
@@ -107,7 +113,9 @@ class Worker:
                     rows = np.ndarray((count, width * item), np.uint8, buffer=block, offset=at, strides=(task.pitch, 1))
                     np.copyto(np.frombuffer(out, np.uint8).reshape(count, width * item), rows)
                 else:
-                    values = np.ndarray((count, width), dtype(move.source_dtype).to_numpy(), buffer=block, offset=at, strides=(task.pitch, item))
+                    values = np.ndarray(
+                        (count, width), dtype(move.source_dtype).to_numpy(), buffer=block, offset=at, strides=(task.pitch, item)
+                    )
                     out = self._cast(values, move)
                 self.write(move.target, move.target_offset + row * move.target_strides[0], out)
 
@@ -132,7 +140,9 @@ class Worker:
                 if move.source_dtype == move.target_dtype and not move.add:
                     np.copyto(place, np.ndarray((count, width * item), np.uint8, buffer=block, strides=(move.source_strides[0], 1)))
                 else:
-                    values = np.ndarray((count, width), dtype(move.source_dtype).to_numpy(), buffer=block, strides=(move.source_strides[0], item))
+                    values = np.ndarray(
+                        (count, width), dtype(move.source_dtype).to_numpy(), buffer=block, strides=(move.source_strides[0], item)
+                    )
                     np.copyto(place, np.frombuffer(self._cast(values, move), np.uint8).reshape(count, -1))
             self.write(moves[0].target, low + row * pitch, out)
 
@@ -143,32 +153,12 @@ class Worker:
 
         result, lost = cast(values, dtype(move.target_dtype).to_numpy(), move.add)
         self.overflow += lost
-        return memoryview(result.reshape(-1).view(np.uint8))
+        return memoryview(result.reshape(-1).view(np.uint8).data)
 
     def _general(self, task: General) -> None:
         for tile in tiles(task.move, TILE_BYTES):
-            values = self.load(tile.source, tile.source_offset, tile.shape, tile.source_strides, tile.source_dtype)
+            values = load_block(partial(self.read, tile.source), tile.source_offset, tile.shape, tile.source_strides, tile.source_dtype)
             self._store(tile, self._cast(values, tile))
-
-    def load(self, source: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], name: str) -> np.ndarray:
-        """A strided block of a source file as an array (its span is read in one piece, or run by run when mostly not wanted)."""
-        import numpy as np
-
-        kind = dtype(name)
-        span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + kind.itemsize
-        wanted = kind.itemsize
-        for n in shape:
-            wanted *= n
-        if span <= 4 * wanted or len(shape) < 2:
-            raw = memoryview(bytearray(span))
-            self.read(source, offset, raw)
-            return np.ndarray(shape, kind.to_numpy(), buffer=raw, strides=strides)
-        axis = max(range(len(shape)), key=lambda i: strides[i])
-        result = np.empty(shape, kind.to_numpy())
-        rest_shape, rest_strides = shape[:axis] + shape[axis + 1 :], strides[:axis] + strides[axis + 1 :]
-        for index in range(shape[axis]):
-            result[(slice(None),) * axis + (index,)] = self.load(source, offset + index * strides[axis], rest_shape, rest_strides, name)
-        return result
 
     def _store(self, move: Move, values: memoryview) -> None:
         item = dtype(move.target_dtype).itemsize
@@ -192,8 +182,12 @@ def _offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 def _rows_of(move: Move, first: int, last: int) -> Move:
     from dataclasses import replace
 
-    return replace(move, source_offset=move.source_offset + first * move.source_strides[0], target_offset=move.target_offset + first * move.target_strides[0],
-                   shape=(last - first, *move.shape[1:]))
+    return replace(
+        move,
+        source_offset=move.source_offset + first * move.source_strides[0],
+        target_offset=move.target_offset + first * move.target_strides[0],
+        shape=(last - first, *move.shape[1:]),
+    )
 
 
 def tiles(move: Move, limit: int) -> list[Move]:
@@ -211,12 +205,11 @@ def tiles(move: Move, limit: int) -> list[Move]:
     half = move.shape[axis] // 2
     parts = []
     for start, size in ((0, half), (half, move.shape[axis] - half)):
-        part = replace(move, shape=(*move.shape[:axis], size, *move.shape[axis + 1 :]), source_offset=move.source_offset + start * move.source_strides[axis],
-                       target_offset=move.target_offset + start * move.target_strides[axis])
+        part = replace(
+            move,
+            shape=(*move.shape[:axis], size, *move.shape[axis + 1 :]),
+            source_offset=move.source_offset + start * move.source_strides[axis],
+            target_offset=move.target_offset + start * move.target_strides[axis],
+        )
         parts.extend(tiles(part, limit))
     return parts
-
-
-def strides_of(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
-    """Row-major byte strides of a dtype."""
-    return contiguous_strides(shape, dtype(name).itemsize)

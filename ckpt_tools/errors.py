@@ -1,7 +1,8 @@
 """The one exception of ckpt, and the table of what can go wrong.
 
 Every error carries a stable code, what happened, where (file, tensor), expected against found, and one next step.
-Codes: E1xx location and iteration, E2xx files and formats, E3xx names, shapes and configs, E4xx plan and writing, E5xx safety, E9xx environment.
+Codes: E1xx location and iteration, E2xx files and formats, E3xx names, shapes and configs, E4xx plan and writing, E5xx safety,
+E9xx environment.
 """
 
 from __future__ import annotations
@@ -49,4 +50,4 @@ def nearest(name: str, names: object, count: int = 3) -> list[str]:
     """The `count` strings of the iterable `names` that look most like `name`; empty when none does."""
     import difflib
 
-    return difflib.get_close_matches(name, list(names), n=count, cutoff=0.6)  # type: ignore[call-overload, no-any-return]
+    return difflib.get_close_matches(name, list(names), n=count, cutoff=0.6)  # type: ignore[call-overload]

@@ -60,7 +60,12 @@ def execute(
         try:
             overflow = _fill(plan, staging.path, threads, fsync, on_progress or (lambda _: None))
         except OSError as error:
-            raise CkptError("E409", f"writing failed: {error.strerror}", where=error.filename or target, hint="nothing was left behind; free space or give another DST") from None
+            raise CkptError(
+                "E409",
+                f"writing failed: {error.strerror}",
+                where=error.filename or target,
+                hint="nothing was left behind; free space or give another DST",
+            ) from None
         check_sources(plan.sources)
         verified = before_commit(staging.path) if before_commit else None
         staging.commit(sync=fsync)
@@ -72,7 +77,9 @@ def check_space(path: str, needed: int) -> None:
     stat = os.statvfs(path)
     free = stat.f_bavail * stat.f_frsize
     if free < needed:
-        raise CkptError("E409", "not enough space for the result", where=os.path.dirname(path), expected=f"{needed} bytes", found=f"{free} bytes free")
+        raise CkptError(
+            "E409", "not enough space for the result", where=os.path.dirname(path), expected=f"{needed} bytes", found=f"{free} bytes free"
+        )
 
 
 def check_sources(sources: Sequence[SourceFile]) -> None:
@@ -83,7 +90,9 @@ def check_sources(sources: Sequence[SourceFile]) -> None:
         except OSError as error:
             raise CkptError("E406", "a source file is gone", where=source.path, found=error.strerror) from None
         if (stat.st_size, stat.st_mtime_ns, stat.st_ino) != (source.size, source.mtime_ns, source.inode):
-            raise CkptError("E406", "a source file changed while it was read", where=source.path, hint="wait until nobody writes to SRC and run again")
+            raise CkptError(
+                "E406", "a source file changed while it was read", where=source.path, hint="wait until nobody writes to SRC and run again"
+            )
 
 
 def _fill(plan: Plan, folder: str, threads: int, fsync: bool, on_progress: Progress) -> int:
@@ -98,7 +107,12 @@ def _fill(plan: Plan, folder: str, threads: int, fsync: bool, on_progress: Progr
             sources.append(os.open(source.path, os.O_RDONLY | os.O_CLOEXEC))
         names = [s.path for s in plan.sources]
         with _Flusher(targets, fsync) as flusher:
-            overflow = run_tasks(make_tasks(plan.moves, plan.buffer), lambda: Worker(plan.buffer, sources, targets, names), threads, flusher.watch(on_progress))
+            overflow = run_tasks(
+                make_tasks(plan.moves, plan.buffer),
+                lambda: Worker(plan.buffer, sources, targets, names),
+                threads,
+                flusher.watch(on_progress),
+            )
         if fsync:
             _sync(targets, [os.path.join(folder, c.target) for c in plan.copies])
     finally:
@@ -193,7 +207,7 @@ def run_tasks(tasks: Sequence[Task], make_worker: Callable[[], Worker], threads:
                 with lock:
                     done += task.nbytes
                     on_progress(done)
-        except BaseException as error:  # carried to the caller's thread, whatever it is
+        except BaseException as error:  # noqa: BLE001 - carried to the caller's thread, whatever it is
             errors.append(error)
             stop.set()
 

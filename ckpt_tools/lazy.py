@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .dtypes import dtype
 from .errors import CkptError
+from .strided import load_block
 from .tensors import Shape, TensorMetadata
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 class LazyTensor:
     """A tensor of a checkpoint or view; nothing is read until it is indexed.
 
-        w = checkpoint["lm_head.weight"]
-        w.shape, w.dtype, w.nbytes        # from the header
-        w[:10]                            # reads ten rows: numpy array (ml_dtypes for bfloat16 and float8)
-        w.numpy(), w.torch()              # all of it
+    w = checkpoint["lm_head.weight"]
+    w.shape, w.dtype, w.nbytes        # from the header
+    w[:10]                            # reads ten rows: numpy array (ml_dtypes for bfloat16 and float8)
+    w.numpy(), w.torch()              # all of it
     """
 
     metadata: TensorMetadata
@@ -61,7 +62,9 @@ class LazyTensor:
         keys = keys[:at] + fill + keys[at + 1 :]
         if len(keys) != len(self.shape):
             raise IndexError(f"{len(keys)} indexes for {len(self.shape)} axes")
-        offset, shape, rest = [], [], []
+        offset: list[int] = []
+        shape: list[int] = []
+        rest: list[slice | int] = []
         for axis, (k, size) in enumerate(zip(keys, self.shape, strict=True)):
             if isinstance(k, slice):
                 wanted = range(*k.indices(size))
@@ -70,7 +73,11 @@ class LazyTensor:
                 offset.append(low)
                 shape.append(count)
                 last = wanted[-1] - low + (1 if wanted.step > 0 else -1) if len(wanted) else 0
-                rest.append(slice(None) if wanted.step == 1 else slice(wanted[0] - low if len(wanted) else 0, None if last < 0 else last, wanted.step))
+                rest.append(
+                    slice(None)
+                    if wanted.step == 1
+                    else slice(wanted[0] - low if len(wanted) else 0, None if last < 0 else last, wanted.step)
+                )
             else:
                 index = int(k) + (size if k < 0 else 0)
                 if not 0 <= index < size:
@@ -113,7 +120,7 @@ def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
             if fd is None:
                 fd = files[part.extent.path] = os.open(part.extent.path, os.O_RDONLY | os.O_CLOEXEC)
             stored = tensor.dtype if part.decode is None else part.decode.stored
-            block = _load(fd, part.extent.offset, part.local_shape, part.extent.strides or (), stored, part.extent.path)
+            block = load_block(_reader(fd, part.extent.path), part.extent.offset, part.local_shape, part.extent.strides or (), stored)
             if part.decode is not None:
                 from .kernels.casts import cast
 
@@ -126,24 +133,13 @@ def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
     return result
 
 
-def _load(fd: int, offset: int, shape: Shape, strides: Shape, name: str, path: str) -> np.ndarray:
-    """A strided block: its span is read in one piece, or axis by axis when most of it is not wanted."""
-    import numpy as np
-
-    kind = dtype(name)
-    wanted = kind.itemsize * int(np.prod(shape, dtype=object))
-    span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + kind.itemsize
-    if span <= 4 * wanted or len(shape) < 2:
-        raw = memoryview(mmap.mmap(-1, span)) if span > 1 << 20 else memoryview(bytearray(span))
+def _reader(fd: int, path: str) -> Callable[[int, memoryview], None]:
+    def read(offset: int, view: memoryview) -> None:
         done = 0
-        while done < span:
-            count = os.preadv(fd, [raw[done:]], offset + done)
+        while done < len(view):
+            count = os.preadv(fd, [view[done:]], offset + done)
             if count == 0:
                 raise CkptError("E406", "the file is shorter than its index says", where=path)
             done += count
-        return np.ndarray(shape, kind.to_numpy(), buffer=raw, strides=strides)
-    result = np.empty(shape, kind.to_numpy())
-    axis = max(range(len(shape)), key=lambda i: strides[i])
-    for index in range(shape[axis]):
-        result[(slice(None),) * axis + (index,)] = _load(fd, offset + index * strides[axis], shape[:axis] + shape[axis + 1 :], strides[:axis] + strides[axis + 1 :], name, path)
-    return result
+
+    return read

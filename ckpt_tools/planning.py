@@ -136,10 +136,28 @@ class MoveBuilder:
             at = sum((a - b) * s for a, b, s in zip(part.global_offset, placement.origin, strides, strict=True))
             source = self._files.setdefault(part.extent.path, len(self._files))
             shape, from_strides, to_strides = merge_axes(part.local_shape, part.extent.strides, strides, dtype(stored).itemsize, item)
-            self.moves.append(Move(source, part.extent.offset, placement.file, placement.offset + at, shape, from_strides, to_strides, stored, placement.dtype, add))
+            self.moves.append(
+                Move(
+                    source,
+                    part.extent.offset,
+                    placement.file,
+                    placement.offset + at,
+                    shape,
+                    from_strides,
+                    to_strides,
+                    stored,
+                    placement.dtype,
+                    add,
+                )
+            )
         if covered != prod(placement.shape):
-            raise CkptError("E404", f"the source does not hold every element of {placement.name}", where=placement.name,
-                            expected=f"{prod(placement.shape)} elements", found=f"{covered}")
+            raise CkptError(
+                "E404",
+                f"the source does not hold every element of {placement.name}",
+                where=placement.name,
+                expected=f"{prod(placement.shape)} elements",
+                found=f"{covered}",
+            )
 
     def sources(self) -> tuple[SourceFile, ...]:
         """The source files as they look now."""
@@ -190,9 +208,25 @@ def to_json(plan: Plan) -> str:
         "source": plan.source,
         "target": plan.target,
         "sources": [asdict(s) for s in plan.sources],
-        "targets": [{"path": t.path, "size": t.size, "literals": [[o, base64.b64encode(b).decode()] for o, b in t.literals]} for t in plan.targets],
+        "targets": [
+            {"path": t.path, "size": t.size, "literals": [[o, base64.b64encode(b).decode()] for o, b in t.literals]} for t in plan.targets
+        ],
         "copies": [asdict(c) for c in plan.copies],
-        "moves": [[m.source, m.source_offset, m.target, m.target_offset, m.shape, m.source_strides, m.target_strides, m.source_dtype, m.target_dtype, m.add] for m in plan.moves],
+        "moves": [
+            [
+                m.source,
+                m.source_offset,
+                m.target,
+                m.target_offset,
+                m.shape,
+                m.source_strides,
+                m.target_strides,
+                m.source_dtype,
+                m.target_dtype,
+                m.add,
+            ]
+            for m in plan.moves
+        ],
         "notes": [asdict(n) for n in plan.notes],
         "tensors": plan.tensors,
         "buffer": plan.buffer,
@@ -207,9 +241,15 @@ def from_json(text: str) -> Plan:
         if d.get("schema") != PLAN_SCHEMA:
             raise CkptError("E405", "not a ckpt plan", expected=PLAN_SCHEMA, found=repr(d.get("schema")))
         return Plan(
-            d["source"], d["target"], tuple(SourceFile(**s) for s in d["sources"]),
+            d["source"],
+            d["target"],
+            tuple(SourceFile(**s) for s in d["sources"]),
             tuple(TargetFile(t["path"], t["size"], tuple((o, base64.b64decode(b)) for o, b in t["literals"])) for t in d["targets"]),
-            tuple(Copied(**c) for c in d["copies"]), tuple(_move(m) for m in d["moves"]), tuple(Note(**n) for n in d["notes"]), d["tensors"], d["buffer"],
+            tuple(Copied(**c) for c in d["copies"]),
+            tuple(_move(m) for m in d["moves"]),
+            tuple(Note(**n) for n in d["notes"]),
+            d["tensors"],
+            d["buffer"],
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CkptError("E405", "not a ckpt plan", found=str(error)[:200]) from None

@@ -49,7 +49,12 @@ class Staging:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(lock)
-                raise CkptError("E408", "another ckpt is writing this target right now", where=self.target, hint="wait for it to end, or give another DST") from None
+                raise CkptError(
+                    "E408",
+                    "another ckpt is writing this target right now",
+                    where=self.target,
+                    hint="wait for it to end, or give another DST",
+                ) from None
             with contextlib.suppress(FileNotFoundError):  # a lock file that was removed between open and flock locks nothing
                 if os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
                     return lock
@@ -61,7 +66,12 @@ class Staging:
         if not os.path.isdir(self.target):
             raise CkptError("E407", "the target is a file", where=self.target, hint="give the name of a folder that does not exist yet")
         if os.listdir(self.target) and not self.overwrite:
-            raise CkptError("E407", "the target folder is not empty", where=self.target, hint="give another DST, or --overwrite to replace it as a whole")
+            raise CkptError(
+                "E407",
+                "the target folder is not empty",
+                where=self.target,
+                hint="give another DST, or --overwrite to replace it as a whole",
+            )
 
     def commit(self, *, sync: bool = True) -> None:
         """Make the folder appear under its name. Everything in it must have been flushed already."""

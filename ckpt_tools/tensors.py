@@ -193,9 +193,13 @@ def check_tiling(tensor: TensorMetadata, path: str) -> None:
     """CkptError E207 naming the region when the chunks of a tensor do not cover it exactly once."""
     error = tiling_error(tensor.global_shape, ((c.global_offset, c.local_shape) for c in tensor.chunks))
     if error:
-        raise CkptError("E207", f"the stored pieces of {tensor.fqn} do not make up the tensor: {error}", where=f"{path}: {tensor.fqn}",
-                        expected=f"pieces that cover {list(tensor.global_shape)} exactly once",
-                        hint="a rank's file is missing or .metadata was edited; take another iteration")
+        raise CkptError(
+            "E207",
+            f"the stored pieces of {tensor.fqn} do not make up the tensor: {error}",
+            where=f"{path}: {tensor.fqn}",
+            expected=f"pieces that cover {list(tensor.global_shape)} exactly once",
+            hint="a rank's file is missing or .metadata was edited; take another iteration",
+        )
 
 
 def relocate(tensor: TensorMetadata, locate: Callable[[Extent, Shape], Extent]) -> TensorMetadata:

@@ -17,7 +17,9 @@ from .tensors import TensorMetadata
 class CompareWorker(Worker):
     """A worker whose targets are files to be read and compared instead of written. CkptError E411 at the first difference."""
 
-    def __init__(self, buffer: int, sources: Sequence[int], targets: Sequence[int], source_names: Sequence[str], target_names: Sequence[str]) -> None:
+    def __init__(
+        self, buffer: int, sources: Sequence[int], targets: Sequence[int], source_names: Sequence[str], target_names: Sequence[str]
+    ) -> None:
         super().__init__(buffer, sources, targets, source_names)
         self._other = Worker(buffer, targets, (), target_names)
         self._target_names = target_names
@@ -34,11 +36,24 @@ class CompareWorker(Worker):
             found = np.frombuffer(block, np.uint8)
             if not np.array_equal(part, found):
                 first = int(np.argmax(part != found))
-                raise CkptError("E411", "what was written is not what was read", where=self._target_names[target], expected=f"byte {part[first]:#04x} at {offset + start + first}",
-                                found=f"{found[first]:#04x}", hint="this is a fault of the disk or a bug in ckpt; the result was not put in place")
+                raise CkptError(
+                    "E411",
+                    "what was written is not what was read",
+                    where=self._target_names[target],
+                    expected=f"byte {part[first]:#04x} at {offset + start + first}",
+                    found=f"{found[first]:#04x}",
+                    hint="this is a fault of the disk or a bug in ckpt; the result was not put in place",
+                )
 
 
-def compare(expected: Mapping[str, TensorMetadata], found: Mapping[str, TensorMetadata], *, buffer: int, threads: int, on_progress: Callable[[int], None] | None = None) -> int:
+def compare(
+    expected: Mapping[str, TensorMetadata],
+    found: Mapping[str, TensorMetadata],
+    *,
+    buffer: int,
+    threads: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> int:
     """Compare every tensor of `expected` with the tensor of the same name in `found` (rows beyond the expected shape are not looked
     at). When the dtypes differ, `expected` is cast the way the conversion casts. Returns the bytes compared.
 
@@ -50,13 +65,23 @@ def compare(expected: Mapping[str, TensorMetadata], found: Mapping[str, TensorMe
     for name, tensor in expected.items():
         other = found.get(name)
         if other is None or other.global_shape != tensor.global_shape:
-            raise CkptError("E412", f"the result does not hold {name} as it should", where=name, expected=f"{list(tensor.global_shape)}",
-                            found="nothing" if other is None else f"{list(other.global_shape)}")
+            raise CkptError(
+                "E412",
+                f"the result does not hold {name} as it should",
+                where=name,
+                expected=f"{list(tensor.global_shape)}",
+                found="nothing" if other is None else f"{list(other.global_shape)}",
+            )
         moves.extend(_pairs(tensor, other, sources, targets))
     source_fds, target_fds = [os.open(p, os.O_RDONLY) for p in sources], [os.open(p, os.O_RDONLY) for p in targets]
     try:
         tasks = make_tasks(moves, buffer)
-        run_tasks(tasks, lambda: CompareWorker(buffer, source_fds, target_fds, list(sources), list(targets)), threads, on_progress or (lambda _: None))
+        run_tasks(
+            tasks,
+            lambda: CompareWorker(buffer, source_fds, target_fds, list(sources), list(targets)),
+            threads,
+            on_progress or (lambda _: None),
+        )
     finally:
         for fd in (*source_fds, *target_fds):
             os.close(fd)
@@ -75,10 +100,22 @@ def _pairs(expected: TensorMetadata, found: TensorMetadata, sources: dict[str, i
             if mine.extent is None or mine.extent.strides is None:
                 continue
             covered += 1
-            shape, a, b = merge_axes(part.local_shape, mine.extent.strides, part.extent.strides, dtype(expected.dtype).itemsize, dtype(found.dtype).itemsize)
+            shape, a, b = merge_axes(
+                part.local_shape, mine.extent.strides, part.extent.strides, dtype(expected.dtype).itemsize, dtype(found.dtype).itemsize
+            )
             stored = expected.dtype if mine.decode is None else mine.decode.stored
             add = 0.0 if mine.decode is None else mine.decode.value
-            yield Move(sources.setdefault(mine.extent.path, len(sources)), mine.extent.offset, targets.setdefault(part.extent.path, len(targets)), part.extent.offset,
-                       shape, a, b, stored, found.dtype, add)
+            yield Move(
+                sources.setdefault(mine.extent.path, len(sources)),
+                mine.extent.offset,
+                targets.setdefault(part.extent.path, len(targets)),
+                part.extent.offset,
+                shape,
+                a,
+                b,
+                stored,
+                found.dtype,
+                add,
+            )
         if not covered and all(chunk.local_shape):
             raise CkptError("E412", f"the result does not hold all of {expected.fqn}", where=expected.fqn)

@@ -51,7 +51,9 @@ class View(Mapping[str, "LazyTensor"]):
         return len(self.tensors)
 
 
-def as_mcore(checkpoint: Checkpoint, *, family: str | None = None, padded_vocab: int | None = None, allow_unrepresentable: bool = False) -> View:
+def as_mcore(
+    checkpoint: Checkpoint, *, family: str | None = None, padded_vocab: int | None = None, allow_unrepresentable: bool = False
+) -> View:
     """The checkpoint under canonical Megatron names (global layer and expert numbers, Transformer Engine spelling, whole tensors).
 
     padded_vocab  rows of the embedding (zero rows are added); default: that of a Megatron source, for HF no padding.
@@ -61,7 +63,17 @@ def as_mcore(checkpoint: Checkpoint, *, family: str | None = None, padded_vocab:
         return _mcore_from_hf(checkpoint, family, padded_vocab, allow_unrepresentable)
     model = megatron_model(checkpoint, family, None)
     names = [b.mcore for b in model.bound.bindings]
-    return View(checkpoint, "mcore", model.family, model.args, model.dims, None, {n: model.tensors[n] for n in names}, _kept(model.bound, "mcore"), model.notes)
+    return View(
+        checkpoint,
+        "mcore",
+        model.family,
+        model.args,
+        model.dims,
+        None,
+        {n: model.tensors[n] for n in names},
+        _kept(model.bound, "mcore"),
+        model.notes,
+    )
 
 
 def as_hf(checkpoint: Checkpoint, *, family: str | None = None, hf_config: Mapping[str, Any] | None = None) -> View:
@@ -103,8 +115,13 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
     notes: list[Note] = []
     weights = list(checkpoint.weights)
     if not weights:
-        raise CkptError("E222", "no model weights in this checkpoint", where=where, found=f"{len(checkpoint.tensors)} optimizer tensors",
-                        hint="if the weights lie beside it as safetensors, convert those")
+        raise CkptError(
+            "E222",
+            "no model weights in this checkpoint",
+            where=where,
+            found=f"{len(checkpoint.tensors)} optimizer tensors",
+            hint="if the weights lie beside it as safetensors, convert those",
+        )
     tensors = canonical_tensors(checkpoint.locate_all(weights), where)
     stored = checkpoint.args
     if hf_config is not None:
@@ -123,12 +140,18 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
         args["padded_vocab_size"] = _rows(tensors, args)
         _true_vocab(args, notes, where)
     else:
-        raise CkptError("E306", "the checkpoint stores no model arguments, so its heads and sizes are unknown", where=where,
-                        hint="give the HF config with --hf-config DIR")
+        raise CkptError(
+            "E306",
+            "the checkpoint stores no model arguments, so its heads and sizes are unknown",
+            where=where,
+            hint="give the HF config with --hf-config DIR",
+        )
     dims = dimensions(args)
     bound = bind(fam, dims, tensors, "mcore", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
-    config, told = config_from_args(args, fam.rules, architectures=list(fam.architectures[:1]), model_type=fam.model_types[0], template=hf_config)
+    config, told = config_from_args(
+        args, fam.rules, architectures=list(fam.architectures[:1]), model_type=fam.model_types[0], template=hf_config
+    )
     notes.extend(Note("config", "", text) for text in told)
     return MegatronModel(fam, args, dims, tensors, bound, config, tuple(notes))
 
@@ -141,8 +164,14 @@ def _rows(tensors: Mapping[str, TensorMetadata], args: Mapping[str, Any]) -> Any
 def _true_vocab(args: dict[str, Any], notes: list[Note], where: str) -> None:
     if not args.get("vocab_size"):
         args["vocab_size"] = args.get("padded_vocab_size")
-        notes.append(Note("assumed", "embedding.word_embeddings.weight",
-                          f"the checkpoint does not say how many of its {args['vocab_size']} vocabulary rows are padding: all were kept (give --hf-config or --vocab-size)"))
+        notes.append(
+            Note(
+                "assumed",
+                "embedding.word_embeddings.weight",
+                f"the checkpoint does not say how many of its {args['vocab_size']} vocabulary rows are padding: "
+                "all were kept (give --hf-config or --vocab-size)",
+            )
+        )
 
 
 def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int | None, allow_unrepresentable: bool) -> View:
@@ -163,8 +192,12 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
 
 def _config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.config is None:
-        raise CkptError("E306", "there is no config.json beside the weights", where=checkpoint.location.directory,
-                        hint="copy the model's config.json there, or give it with --hf-config DIR")
+        raise CkptError(
+            "E306",
+            "there is no config.json beside the weights",
+            where=checkpoint.location.directory,
+            hint="copy the model's config.json there, or give it with --hf-config DIR",
+        )
     return checkpoint.config
 
 
@@ -173,22 +206,36 @@ def _kept(bound: Bound, side: str) -> frozenset[str]:
 
 
 def _check_shapes(binding: Binding, dims: Dimensions, side: str, tensors: Mapping[str, TensorMetadata], where: str) -> None:
-    expected: list[tuple[str, Shape]] = [(binding.mcore, binding.mapping.mcore_shape(dims))] if side == "mcore" else list(zip(binding.hf, binding.mapping.hf_shapes(dims), strict=True))
+    expected: list[tuple[str, Shape]] = (
+        [(binding.mcore, binding.mapping.mcore_shape(dims))]
+        if side == "mcore"
+        else list(zip(binding.hf, binding.mapping.hf_shapes(dims), strict=True))
+    )
     for name, shape in expected:
         if tensors[name].global_shape != shape:
             d = dims.symbols
-            raise CkptError("E302", f"{name} has not the shape that the model's config gives it", where=f"{where}: {name}", expected=f"{list(shape)}",
-                            found=f"{list(tensors[name].global_shape)} (config: hidden {d['H']}, heads {d['A']}, kv groups {d['G']}, head_dim {d['d']}, "
-                            f"ffn {d.get('F')}, vocab {d['V']} padded {dims.padded_vocab})",
-                            hint="config and weights are of different models, or head_dim / vocab_size in the config is wrong")
+            sizes = f"hidden {d['H']}, heads {d['A']}, kv groups {d['G']}, head_dim {d['d']}, ffn {d.get('F')}, vocab {d['V']}"
+            sizes += f" padded {dims.padded_vocab}"
+            raise CkptError(
+                "E302",
+                f"{name} has not the shape that the model's config gives it",
+                where=f"{where}: {name}",
+                expected=f"{list(shape)}",
+                found=f"{list(tensors[name].global_shape)} (config: {sizes})",
+                hint="config and weights are of different models, or head_dim / vocab_size in the config is wrong",
+            )
 
 
 def _mcore_tensor(binding: Binding, dims: Dimensions, tensors: Mapping[str, TensorMetadata]) -> TensorMetadata:
     shape = binding.mapping.mcore_shape(dims)
     dtypes = {tensors[n].dtype for n in binding.hf}
     if len(dtypes) > 1:
-        raise CkptError("E307", f"tensors that make up {binding.mcore} have different dtypes", found=", ".join(f"{n} {tensors[n].dtype}" for n in binding.hf),
-                        hint="ask for one dtype with --dtype")
+        raise CkptError(
+            "E307",
+            f"tensors that make up {binding.mcore} have different dtypes",
+            found=", ".join(f"{n} {tensors[n].dtype}" for n in binding.hf),
+            hint="ask for one dtype with --dtype",
+        )
     chunks: list[Chunk] = []
     for piece in binding.mapping.pieces(dims):
         for part in tensors[binding.hf[piece.source]].region(piece.hf, piece.shape):

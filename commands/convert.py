@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -17,30 +17,67 @@ EPILOG = """Examples:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Run folder, one iteration folder, HF folder or .safetensors file.", show_default=False)],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Run folder, one iteration folder, HF folder or .safetensors file.", show_default=False)
+    ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make; must not exist or be empty.", show_default=False)],
     to: Annotated[str, typer.Option("--to", help="Format to write: hf or torch_dist.", show_default=False)],
     iteration: Annotated[str, typer.Option(help="latest (what the tracker says), a number, or release.")] = "latest",
-    hf_config: Annotated[Optional[Path], typer.Option("--hf-config", help="HF folder whose config, tokenizer and shard layout to follow.", show_default=False)] = None,
-    family: Annotated[Optional[str], typer.Option(help="Model family, when config or arguments do not tell.", show_default=False)] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Cast floating tensors to this dtype; default: keep each tensor's own.", show_default=False)] = None,
-    max_shard_size: Annotated[Optional[str], typer.Option("--max-shard-size", help="Largest file, such as 5GB.", show_default=False)] = None,
-    layer_keys: Annotated[str, typer.Option("--layer-keys", help="torch_dist keys: stacked, per-layer, or auto (as Megatron would).")] = "auto",
-    as_iteration: Annotated[Optional[int], typer.Option("--as-iteration", help="Write iter_N instead of release.", show_default=False)] = None,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option("--hf-config", help="HF folder whose config, tokenizer and shard layout to follow.", show_default=False),
+    ] = None,
+    family: Annotated[str | None, typer.Option(help="Model family, when config or arguments do not tell.", show_default=False)] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast floating tensors to this dtype; default: keep each tensor's own.", show_default=False)
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", help="Largest file, such as 5GB.", show_default=False)
+    ] = None,
+    layer_keys: Annotated[
+        str, typer.Option("--layer-keys", help="torch_dist keys: stacked, per-layer, or auto (as Megatron would).")
+    ] = "auto",
+    as_iteration: Annotated[
+        int | None, typer.Option("--as-iteration", help="Write iter_N instead of release.", show_default=False)
+    ] = None,
     tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="Cut pieces for this tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Spread files over this many pipeline stages.")] = 1,
     ep: Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", help="Spread experts over this many ranks.")] = 1,
-    etp: Annotated[Optional[int], typer.Option("--etp", "--expert-tensor-parallel-size", help="Tensor-parallel size of experts; default: as --tp.", show_default=False)] = None,
-    divisible_by: Annotated[Optional[int], typer.Option("--make-vocab-size-divisible-by", help="Pad the vocabulary to a multiple of this times TP; default 128.", show_default=False)] = None,
-    padded_vocab: Annotated[Optional[int], typer.Option("--padded-vocab-size", help="Rows of the padded vocabulary.", show_default=False)] = None,
-    vocab: Annotated[Optional[int], typer.Option("--vocab-size", help="True vocabulary, when the checkpoint does not tell.", show_default=False)] = None,
-    weights_from: Annotated[str, typer.Option("--weights-from", help="Which copy counts when weights are stored twice: auto, safetensors, megatron.")] = "auto",
+    etp: Annotated[
+        int | None,
+        typer.Option(
+            "--etp", "--expert-tensor-parallel-size", help="Tensor-parallel size of experts; default: as --tp.", show_default=False
+        ),
+    ] = None,
+    divisible_by: Annotated[
+        int | None,
+        typer.Option(
+            "--make-vocab-size-divisible-by", help="Pad the vocabulary to a multiple of this times TP; default 128.", show_default=False
+        ),
+    ] = None,
+    padded_vocab: Annotated[
+        int | None, typer.Option("--padded-vocab-size", help="Rows of the padded vocabulary.", show_default=False)
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option("--vocab-size", help="True vocabulary, when the checkpoint does not tell.", show_default=False)
+    ] = None,
+    weights_from: Annotated[
+        str, typer.Option("--weights-from", help="Which copy counts when weights are stored twice: auto, safetensors, megatron.")
+    ] = "auto",
     strip_remote_code: Annotated[bool, typer.Option("--strip-remote-code", help="Leave out *.py files and auto_map.")] = False,
-    force: Annotated[bool, typer.Option("--allow-unrepresentable", help="Convert weights although Megatron cannot hold part of the config.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")] = False,
+    force: Annotated[
+        bool, typer.Option("--allow-unrepresentable", help="Convert weights although Megatron cannot hold part of the config.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
-    save_plan: Annotated[Optional[Path], typer.Option("--save-plan", help="Write the plan as JSON to this file.", show_default=False)] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST, which stays as it is until the new one is complete.")] = False,
+    save_plan: Annotated[
+        Path | None, typer.Option("--save-plan", help="Write the plan as JSON to this file.", show_default=False)
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DST, which stays as it is until the new one is complete.")
+    ] = False,
     threads: Annotated[int, typer.Option(help="Worker threads.")] = 2,
     buffer: Annotated[str, typer.Option(help="Buffer per thread.")] = "256KiB",
     fsync: Annotated[bool, typer.Option("--fsync/--no-fsync", help="Flush to disk before the result appears.")] = True,
@@ -53,8 +90,8 @@ def convert(
     Bytes move from file to file through small buffers: no GPU, no torch, memory that does not grow with the model.
     DST appears only when it is complete. Every cast, padding, cut and dropped tensor is listed.
     """
-    from ..conversion import ConvertOptions, plan_conversion, run_conversion
     from ..checkpoint import open_checkpoint
+    from ..conversion import ConvertOptions, plan_conversion, run_conversion
     from ..layout import ParallelLayout
     from ..planning import to_json
     from .convert_report import report_plan, report_result
@@ -63,9 +100,21 @@ def convert(
 
     output = Output("json" if json else format)
     options = ConvertOptions(
-        to=to, family=family, hf_config=str(hf_config) if hf_config else None, dtype=dtype, layer_keys=layer_keys, layout=ParallelLayout(tp=tp, pp=pp, ep=ep, etp=etp),
-        iteration=as_iteration, max_shard_size=parse_size(max_shard_size) if max_shard_size else None, divisible_by=divisible_by, padded_vocab=padded_vocab, vocab=vocab,
-        weights_from=weights_from, strip_remote_code=strip_remote_code, allow_unrepresentable=force, buffer=parse_size(buffer),
+        to=to,
+        family=family,
+        hf_config=str(hf_config) if hf_config else None,
+        dtype=dtype,
+        layer_keys=layer_keys,
+        layout=ParallelLayout(tp=tp, pp=pp, ep=ep, etp=etp),
+        iteration=as_iteration,
+        max_shard_size=parse_size(max_shard_size) if max_shard_size else None,
+        divisible_by=divisible_by,
+        padded_vocab=padded_vocab,
+        vocab=vocab,
+        weights_from=weights_from,
+        strip_remote_code=strip_remote_code,
+        allow_unrepresentable=force,
+        buffer=parse_size(buffer),
     )
     checkpoint = open_checkpoint(source, iteration)
     plan = plan_conversion(checkpoint, options)
@@ -75,5 +124,7 @@ def convert(
         report_plan(output, plan, target)
         return
     with show_progress(plan.moved_bytes, "converting", progress) as on_progress:
-        result = run_conversion(plan, checkpoint, target, options, threads=threads, fsync=fsync, overwrite=overwrite, verify=verify, on_progress=on_progress)
+        result = run_conversion(
+            plan, checkpoint, target, options, threads=threads, fsync=fsync, overwrite=overwrite, verify=verify, on_progress=on_progress
+        )
     report_result(output, plan, result)

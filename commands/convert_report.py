@@ -18,7 +18,9 @@ def report_plan(output: Output, plan: Plan, target: str, command: str = "convert
     """The plan on stdout: what is read and made, files, every cast, padding, cut and dropped thing."""
     output.document(command, {**_document(plan, target), "dry_run": True})
     output.summary([*_pairs(plan, target), ("peak memory", Bytes(peak_memory(plan)))])
-    output.table(["file", "bytes"], [(t.path, Bytes(t.size)) for t in plan.targets] + [(c.target, Bytes(c.size)) for c in plan.copies], title="files")
+    output.table(
+        ["file", "bytes"], [(t.path, Bytes(t.size)) for t in plan.targets] + [(c.target, Bytes(c.size)) for c in plan.copies], title="files"
+    )
     output.table(["what", "subject", "why"], [(n.kind, _short(n.subject), n.text) for n in plan.notes], title="notes")
 
 
@@ -45,16 +47,27 @@ def _pairs(plan: Plan, target: str) -> list[tuple[str, Any]]:
     iteration = f"{source['iteration']} ({source['chosen']})" if source.get("iteration") else None
     details = ", ".join(f"{k} {v}" for k, v in made.items() if k not in ("format", "family", "notes"))
     return [
-        ("source", source.get("path")), ("source format", source.get("format")), ("iteration", iteration), ("family", made.get("family")), ("target", target),
-        ("target format", f"{made.get('format')}{f' ({details})' if details else ''}"), ("tensors", plan.tensors), ("size", Bytes(plan.nbytes)),
+        ("source", source.get("path")),
+        ("source format", source.get("format")),
+        ("iteration", iteration),
+        ("family", made.get("family")),
+        ("target", target),
+        ("target format", f"{made.get('format')}{f' ({details})' if details else ''}"),
+        ("tensors", plan.tensors),
+        ("size", Bytes(plan.nbytes)),
         ("files", len(plan.targets) + len(plan.copies)),
     ]
 
 
 def _document(plan: Plan, target: str) -> dict[str, Any]:
     return {
-        "source": plan.source, "target": {**plan.target, "path": target}, "tensors": plan.tensors, "bytes": plan.nbytes, "tensor_bytes": plan.moved_bytes,
-        "files": [{"path": t.path, "bytes": t.size} for t in plan.targets] + [{"path": c.target, "bytes": c.size, "copied_from": c.source} for c in plan.copies],
+        "source": plan.source,
+        "target": {**plan.target, "path": target},
+        "tensors": plan.tensors,
+        "bytes": plan.nbytes,
+        "tensor_bytes": plan.moved_bytes,
+        "files": [{"path": t.path, "bytes": t.size} for t in plan.targets]
+        + [{"path": c.target, "bytes": c.size, "copied_from": c.source} for c in plan.copies],
         "notes": [{"kind": n.kind, "subject": n.subject, "text": n.text} for n in plan.notes],
     }
 

@@ -37,7 +37,9 @@ def test_every_element_arrives_where_the_plan_says(tmp_path_factory, problem):
     (tmp / "src").mkdir()
     (tmp / "src" / "a").write_bytes(b"#" * 5 + stored.tobytes())
     strides = tuple(stored.strides[list(order).index(i)] for i in range(len(shape)))
-    tensor = TensorMetadata("t", "uint16", shape, (Chunk((0,) * len(shape), shape, Extent(str(tmp / "src" / "a"), 5, stored.nbytes, strides)),))
+    tensor = TensorMetadata(
+        "t", "uint16", shape, (Chunk((0,) * len(shape), shape, Extent(str(tmp / "src" / "a"), 5, stored.nbytes, strides)),)
+    )
     boxes = [((0,) * len(shape), shape)]
     for _ in range(cuts):
         offset, size = boxes.pop(0)
@@ -70,7 +72,9 @@ def test_column_pieces_are_gathered_into_whole_rows(tmp_path, pieces):
     for i in range(pieces):
         extent = write(tmp_path / "src" / f"{i}", array[:, i * step : (i + 1) * step])
         chunks.append(Chunk((0, i * step), (96, step), extent))
-    builder = build_moves({"t": TensorMetadata("t", "float32", (96, 48), tuple(chunks))}, [Placement("t", (0, 0), (96, 48), 0, 7, "float32")])
+    builder = build_moves(
+        {"t": TensorMetadata("t", "float32", (96, 48), tuple(chunks))}, [Placement("t", (0, 0), (96, 48), 0, 7, "float32")]
+    )
     plan = Plan({}, {}, builder.sources(), (TargetFile("out", 7 + array.nbytes),), (), tuple(builder.moves), (), 1, 1024)
     execute(plan, tmp_path / "dst", fsync=False)
     assert (tmp_path / "dst" / "out").read_bytes()[7:] == array.tobytes()
@@ -79,7 +83,9 @@ def test_column_pieces_are_gathered_into_whole_rows(tmp_path, pieces):
 def test_a_source_that_changed_after_planning_is_refused_and_nothing_appears(tmp_path):
     (tmp_path / "src").mkdir()
     extent = write(tmp_path / "src" / "a", np.zeros(8, np.float32))
-    builder = build_moves({"t": TensorMetadata("t", "float32", (8,), (Chunk((0,), (8,), extent),))}, [Placement("t", (0,), (8,), 0, 0, "float32")])
+    builder = build_moves(
+        {"t": TensorMetadata("t", "float32", (8,), (Chunk((0,), (8,), extent),))}, [Placement("t", (0,), (8,), 0, 0, "float32")]
+    )
     plan = Plan({}, {}, builder.sources(), (TargetFile("out", 32),), (), tuple(builder.moves))
     (tmp_path / "src" / "a").write_bytes(b"x" * 10)
     with pytest.raises(CkptError) as caught:
@@ -100,7 +106,10 @@ def test_a_cast_of_more_elements_than_a_buffer(tmp_path):
     values = np.random.default_rng(0).standard_normal(300_001).astype(np.float32)
     (tmp_path / "src").mkdir()
     extent = write(tmp_path / "src" / "a", values)
-    builder = build_moves({"t": TensorMetadata("t", "float32", values.shape, (Chunk((0,), values.shape, extent),))}, [Placement("t", (0,), values.shape, 0, 0, "float16")])
+    builder = build_moves(
+        {"t": TensorMetadata("t", "float32", values.shape, (Chunk((0,), values.shape, extent),))},
+        [Placement("t", (0,), values.shape, 0, 0, "float16")],
+    )
     plan = Plan({}, {}, builder.sources(), (TargetFile("out", values.size * 2),), (), tuple(builder.moves), (), 1, 65536)
     execute(plan, tmp_path / "dst", fsync=False)
     assert (tmp_path / "dst" / "out").read_bytes() == values.astype(np.float16).tobytes()

@@ -20,9 +20,17 @@ def arguments(draw):
     groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     vocab = draw(st.integers(1, 40))
     return {
-        "num_layers": draw(st.integers(1, 3)), "hidden_size": draw(st.integers(1, 9)), "num_attention_heads": groups * per_group, "num_query_groups": groups,
-        "group_query_attention": True, "kv_channels": draw(st.integers(1, 5)), "ffn_hidden_size": draw(st.integers(1, 9)), "vocab_size": vocab,
-        "padded_vocab_size": vocab + draw(st.integers(0, 9)), "untie_embeddings_and_output_weights": draw(st.booleans()), "num_experts": None,
+        "num_layers": draw(st.integers(1, 3)),
+        "hidden_size": draw(st.integers(1, 9)),
+        "num_attention_heads": groups * per_group,
+        "num_query_groups": groups,
+        "group_query_attention": True,
+        "kv_channels": draw(st.integers(1, 5)),
+        "ffn_hidden_size": draw(st.integers(1, 9)),
+        "vocab_size": vocab,
+        "padded_vocab_size": vocab + draw(st.integers(0, 9)),
+        "untie_embeddings_and_output_weights": draw(st.booleans()),
+        "num_experts": None,
     }
 
 
@@ -58,7 +66,15 @@ def test_hf_to_megatron_and_back_is_the_identity(args, name):
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
 def test_qkv_rows_follow_megatrons_formula(groups, per_group, d):
     """row(q,a,c) = (g(R+2)+j)d+c, row(k,g,c) = (g(R+2)+R)d+c, row(v,g,c) = (g(R+2)+R+1)d+c (Megatron-Core attention.py)."""
-    args = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": groups * per_group, "num_query_groups": groups, "kv_channels": d, "ffn_hidden_size": 1, "vocab_size": 1}
+    args = {
+        "num_layers": 1,
+        "hidden_size": 1,
+        "num_attention_heads": groups * per_group,
+        "num_query_groups": groups,
+        "kv_channels": d,
+        "ffn_hidden_size": 1,
+        "vocab_size": 1,
+    }
     dims = dimensions(args)
     mapping = next(m for m in FAMILIES["llama"].tensors if m.mcore.endswith("linear_qkv.weight"))
     where = [{}, {}, {}]
@@ -74,7 +90,14 @@ def test_qkv_rows_follow_megatrons_formula(groups, per_group, d):
 
 @pytest.mark.parametrize("name", DENSE)
 def test_every_hf_name_of_a_family_is_claimed_once(name):
-    args = {"num_layers": 2, "hidden_size": 4, "num_attention_heads": 2, "ffn_hidden_size": 4, "vocab_size": 3, "untie_embeddings_and_output_weights": True}
+    args = {
+        "num_layers": 2,
+        "hidden_size": 4,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 4,
+        "vocab_size": 3,
+        "untie_embeddings_and_output_weights": True,
+    }
     dims = dimensions(args)
     names = [n for b in expand(FAMILIES[name], dims) for n in b.hf]
     assert len(names) == len(set(names))

@@ -18,10 +18,14 @@ LIMIT = 64 * 2**20  # bytes; plus 4 KiB per tensor
 def run(*args, check=True):
     """Run the CLI in a fresh process; returns (stdout, peak RSS in bytes, names of imported modules)."""
     # VmHWM belongs to this program alone; ru_maxrss would include the test runner that forked it
-    code = "import sys, json\nsys.argv[1:] = json.loads(sys.argv[1])\nfrom ckpt_tools.commands.main import main\ncode = main()\n" \
-        "peak = next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith('VmHWM'))\n" \
+    code = (
+        "import sys, json\nsys.argv[1:] = json.loads(sys.argv[1])\nfrom ckpt_tools.commands.main import main\ncode = main()\n"
+        "peak = next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith('VmHWM'))\n"
         "print(json.dumps([code, peak, sorted(m for m in sys.modules if '.' not in m)]), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code, json.dumps([str(a) for a in args])], cwd=ROOT, capture_output=True, text=True, check=False)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([str(a) for a in args])], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     status, rss, modules = json.loads(done.stderr.splitlines()[-1])
     assert not check or status == 0, done.stderr
     return done.stdout, rss, modules
@@ -41,8 +45,14 @@ def big(tmp_path_factory):
 
 def test_inspect_and_convert_never_import_torch(tmp_path, big):
     folder, _ = big
-    for args in (("inspect", folder), ("convert", folder, tmp_path / "run", "--to", "torch_dist", "--verify"), ("inspect", tmp_path / "run"),
-                 ("convert", tmp_path / "run", tmp_path / "out", "--to", "hf", "--verify"), ("--help",), ("convert", "--help")):
+    for args in (
+        ("inspect", folder),
+        ("convert", folder, tmp_path / "run", "--to", "torch_dist", "--verify"),
+        ("inspect", tmp_path / "run"),
+        ("convert", tmp_path / "run", tmp_path / "out", "--to", "hf", "--verify"),
+        ("--help",),
+        ("convert", "--help"),
+    ):
         _, _, modules = run(*args)
         assert not {"torch", "transformers", "megatron", "triton", "safetensors"} & set(modules), args
 
@@ -59,7 +69,15 @@ def test_memory_does_not_grow_with_the_model(tmp_path, big, options):
 
 
 def test_a_sparse_model_of_a_hundred_gigabytes_is_planned_in_bounded_memory(tmp_path):
-    sizes = {"hidden_size": 8192, "head_dim": 128, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256, "num_hidden_layers": 56}
+    sizes = {
+        "hidden_size": 8192,
+        "head_dim": 128,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "vocab_size": 128256,
+        "num_hidden_layers": 56,
+    }
     shapes = dense_shapes({**CONFIG, **sizes})
     table, position = {}, 0
     for name, shape in shapes.items():
@@ -76,5 +94,3 @@ def test_a_sparse_model_of_a_hundred_gigabytes_is_planned_in_bounded_memory(tmp_
     stdout, rss, _ = run("convert", tmp_path / "hf", tmp_path / "run", "--to", "torch_dist", "--tp", "8", "--dry-run", "--json")
     answer = json.loads(stdout)
     assert answer["tensor_bytes"] > 98e9 and rss < LIMIT + 4096 * answer["tensors"]
-
-

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import CkptError, nearest
+from .config_kinds import AnyRule
 from .dimensions import Dimensions
 from .mappings import Mapping
 
@@ -24,7 +25,7 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
-    rules: tuple[object, ...]
+    rules: tuple[AnyRule, ...]
     tensors: tuple[Mapping, ...]
     ignored: tuple[tuple[str, str], ...] = (
         (r".*\.rotary_emb\.inv_freq", "computed from the config"),
@@ -100,7 +101,9 @@ def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, 
     present = names of the source's tensors, side = "hf" or "mcore", where = path for messages.
     Errors: E303 missing tensors, E304 unexpected tensors, both with the nearest names.
     """
-    bindings, claimed, missing = [], set(), []
+    bindings: list[Binding] = []
+    claimed: set[str] = set()
+    missing: list[str] = []
     absent_optional: dict[str, list[str]] = {}
     present_optional: set[str] = set()
     for binding in expand(family, dims):
@@ -115,9 +118,9 @@ def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, 
             absent_optional.setdefault(binding.mapping.mcore, []).extend(names)
         else:
             missing.extend(n for n in names if n not in present)
-    for template, names in absent_optional.items():
+    for template, absent in absent_optional.items():
         if template in present_optional:  # some layers have it: then all must
-            missing.extend(names)
+            missing.extend(absent)
     left_out, unexpected = [], []
     for name in present:
         if name in claimed:

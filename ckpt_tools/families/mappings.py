@@ -38,11 +38,16 @@ class Mapping(Protocol):
     """hf: HF name templates; mcore: Megatron name template; when: condition on the layer or model ("" = always, see
     Dimensions.holds); optional: may be absent, decided by the tensors that are there; keep_dtype: never cast by --dtype."""
 
-    hf: tuple[str, ...]
-    mcore: str
-    when: str
-    optional: bool
-    keep_dtype: bool
+    @property
+    def hf(self) -> tuple[str, ...]: ...
+    @property
+    def mcore(self) -> str: ...
+    @property
+    def when(self) -> str: ...
+    @property
+    def optional(self) -> bool: ...
+    @property
+    def keep_dtype(self) -> bool: ...
 
     def hf_shapes(self, dims: Dimensions) -> tuple[Shape, ...]:
         """Shape of each HF tensor."""

@@ -1,4 +1,4 @@
-"""The `hf` format: a folder of safetensors with config.json (or one .safetensors file), read without trusting its index and written like transformers does."""
+"""The `hf` format: a folder of safetensors with config.json (or one .safetensors file), read without trusting its index."""
 
 from __future__ import annotations
 
@@ -51,29 +51,43 @@ def open_hf(path: str, *, tolerant: bool = False) -> HfFolder:
     if INDEX_NAME in indexes:
         indexes = [INDEX_NAME]
     if len(indexes) > 1:
-        raise CkptError("E213", "several safetensors indexes and none is the usual one", where=path, found=", ".join(indexes), expected=INDEX_NAME)
+        raise CkptError(
+            "E213", "several safetensors indexes and none is the usual one", where=path, found=", ".join(indexes), expected=INDEX_NAME
+        )
     if indexes:
         return _open_indexed(path, indexes[0], names, config, tolerant)
     files = [n for n in names if n.endswith(".safetensors") and not n.startswith(("adapter_model", "optimizer"))]
     if not files:
         others = [n for n in names if n.endswith((".bin", ".pt", ".pth"))]
-        raise CkptError("E215", "no safetensors weights in this folder", where=path, found=", ".join(others) or "no weight files",
-                        hint="pytorch_model.bin is a pickle that ckpt does not read; save it as safetensors with transformers first" if others else None)
+        raise CkptError(
+            "E215",
+            "no safetensors weights in this folder",
+            where=path,
+            found=", ".join(others) or "no weight files",
+            hint="pytorch_model.bin is a pickle that ckpt does not read; save it as safetensors with transformers first"
+            if others
+            else None,
+        )
     return _open_unindexed(path, files, config, tolerant)
 
 
 def _open_unindexed(path: str, files: Sequence[str], config: dict[str, Any] | None, tolerant: bool) -> HfFolder:
     tensors: dict[str, TensorMetadata] = {}
-    metadata, warnings = None, []
+    metadata: dict[str, str] | None = None
+    warnings: list[str] = []
     for position, name in enumerate(files):
         header = read_header(os.path.join(path, name), tolerant=tolerant)
         warnings.extend(header.warnings)
         metadata = header.metadata if position == 0 else metadata
         for fqn, tensor in header.tensors.items():
             if fqn in tensors:
-                raise CkptError("E213", f"tensor {fqn!r} is in two files and no index says which one counts", where=path,
-                                found=f"{os.path.basename(tensors[fqn].chunks[0].extent.path)} and {name}",  # type: ignore[union-attr]
-                                hint="remove the stale file or write an index")
+                raise CkptError(
+                    "E213",
+                    f"tensor {fqn!r} is in two files and no index says which one counts",
+                    where=path,
+                    found=f"{os.path.basename(tensors[fqn].chunks[0].extent.path)} and {name}",  # type: ignore[union-attr]
+                    hint="remove the stale file or write an index",
+                )
             tensors[fqn] = tensor
     if len(files) > 1:
         warnings.append(f"{len(files)} safetensors files and no index: all of them were read")
@@ -96,24 +110,36 @@ def _open_indexed(path: str, index_name: str, names: Sequence[str], config: dict
         if name not in present and not os.path.isfile(os.path.join(path, name)):
             lost = [fqn for fqn, n in weight_map.items() if n == name]
             near = [n for n in names if n.lower() == name.lower()] or nearest(name, present, 1)
-            raise CkptError("E213", f"the index names {name}, which is not in the folder", where=index_path,
-                            found=f"{len(lost)} tensors would be missing, the first is {lost[0]}",
-                            hint=f"download it again{f'; there is a {near[0]}, which is not the same name' if near else ''}")
+            raise CkptError(
+                "E213",
+                f"the index names {name}, which is not in the folder",
+                where=index_path,
+                found=f"{len(lost)} tensors would be missing, the first is {lost[0]}",
+                hint=f"download it again{f'; there is a {near[0]}, which is not the same name' if near else ''}",
+            )
         headers[name] = read_header(os.path.join(path, name), tolerant=tolerant)
     tensors, warnings = {}, [w for h in headers.values() for w in h.warnings]
     for fqn, name in weight_map.items():
         found = headers[name].tensors.get(fqn)
         if found is None:
             holders = [n for n, h in headers.items() if fqn in h.tensors]
-            raise CkptError("E213", f"the index says {fqn} is in {name}, and it is not", where=f"{index_path}: {fqn}",
-                            found=f"it is in {', '.join(holders)}" if holders else "it is in no file",
-                            hint="`ckpt validate --fix` rebuilds an index from the files")
+            raise CkptError(
+                "E213",
+                f"the index says {fqn} is in {name}, and it is not",
+                where=f"{index_path}: {fqn}",
+                found=f"it is in {', '.join(holders)}" if holders else "it is in no file",
+                hint="`ckpt validate --fix` rebuilds an index from the files",
+            )
         tensors[fqn] = found
     for name, header in headers.items():
         for fqn in header.tensors:
             if fqn not in weight_map:
-                raise CkptError("E213", f"{name} holds {fqn}, which the index does not list", where=f"{index_path}: {fqn}",
-                                hint="`ckpt validate --fix` rebuilds an index from the files")
+                raise CkptError(
+                    "E213",
+                    f"{name} holds {fqn}, which the index does not list",
+                    where=f"{index_path}: {fqn}",
+                    hint="`ckpt validate --fix` rebuilds an index from the files",
+                )
             if weight_map[fqn] != name:
                 warnings.append(f"{fqn} is also in {name}; the index says {weight_map[fqn]}, which was used")
     total = sum(t.nbytes for t in tensors.values())
@@ -122,7 +148,14 @@ def _open_indexed(path: str, index_name: str, names: Sequence[str], config: dict
     if stored != total:
         warnings.append(f"{index_name} says total_size {stored}, the tensors have {total} bytes")
     first = headers[min(headers)] if headers else None
-    return HfFolder(tensors, config, dict(weight_map), first.metadata if first else None, tuple(os.path.join(path, n) for n in sorted(headers)), tuple(warnings))
+    return HfFolder(
+        tensors,
+        config,
+        dict(weight_map),
+        first.metadata if first else None,
+        tuple(os.path.join(path, n) for n in sorted(headers)),
+        tuple(warnings),
+    )
 
 
 def is_safe_name(name: str) -> bool:

@@ -43,11 +43,22 @@ def read_header(path: str, *, tolerant: bool = False) -> Header:
             raise CkptError("E210", "not a safetensors file: shorter than its 8-byte length field", where=path, found=f"{size} bytes")
         length = int.from_bytes(head, "little")
         if length > HEADER_LIMIT:
-            raise CkptError("E210", "safetensors header is larger than the format allows", where=path,
-                            expected=f"at most {HEADER_LIMIT} bytes", found=f"{length} bytes")
+            raise CkptError(
+                "E210",
+                "safetensors header is larger than the format allows",
+                where=path,
+                expected=f"at most {HEADER_LIMIT} bytes",
+                found=f"{length} bytes",
+            )
         if 8 + length > size:
-            raise CkptError("E210", "safetensors file ends inside its header", where=path, expected=f"at least {8 + length} bytes", found=f"{size} bytes",
-                            hint="the file is truncated; fetch it again")
+            raise CkptError(
+                "E210",
+                "safetensors file ends inside its header",
+                where=path,
+                expected=f"at least {8 + length} bytes",
+                found=f"{size} bytes",
+                hint="the file is truncated; fetch it again",
+            )
         raw = file.read(length)
     return parse_header(raw, path, size, tolerant=tolerant)
 
@@ -81,17 +92,29 @@ def parse_header(raw: bytes, path: str, size: int, *, tolerant: bool = False) ->
     for name, begin, end, code, shape in entries:
         if begin != position:
             problem = "leave a hole before" if begin > position else f"share bytes of {previous!r} and"
-            raise CkptError("E211", f"safetensors data ranges {problem} {name!r}", where=f"{path}: {name}",
-                            expected=f"data_offsets starting at {position}", found=f"[{begin}, {end}]")
+            raise CkptError(
+                "E211",
+                f"safetensors data ranges {problem} {name!r}",
+                where=f"{path}: {name}",
+                expected=f"data_offsets starting at {position}",
+                found=f"[{begin}, {end}]",
+            )
         dtype = BY_SAFETENSORS[code]
         bits = prod(shape) * (4 if code == "F4" else dtype.bits)
         if bits % 8 or bits // 8 != end - begin:
-            raise CkptError("E211", f"data range of {name!r} does not fit its shape", where=f"{path}: {name}",
-                            expected=f"{bits / 8:g} bytes for {code} {list(shape)}", found=f"{end - begin} bytes")
+            raise CkptError(
+                "E211",
+                f"data range of {name!r} does not fit its shape",
+                where=f"{path}: {name}",
+                expected=f"{bits / 8:g} bytes for {code} {list(shape)}",
+                found=f"{end - begin} bytes",
+            )
         if code == "F4":  # two elements a byte; torch counts pairs, and so does ckpt
             shape = (*shape[:-1], shape[-1] // 2)
         strides = contiguous_strides(shape, dtype.bits // 8 if dtype.bits % 8 == 0 else 1)
-        tensors[name] = TensorMetadata(name, dtype.name, shape, (Chunk((0,) * len(shape), shape, Extent(path, start + begin, end - begin, strides)),))
+        tensors[name] = TensorMetadata(
+            name, dtype.name, shape, (Chunk((0,) * len(shape), shape, Extent(path, start + begin, end - begin, strides)),)
+        )
         position, previous = end, name
     if start + position != size:
         extra = size - start - position
@@ -99,8 +122,14 @@ def parse_header(raw: bytes, path: str, size: int, *, tolerant: bool = False) ->
         if tolerant and extra > 0:
             said = f"{os.path.basename(path)}: {what} (safetensors itself refuses the file)"
             return Header(tensors, metadata, start, size, (said,))
-        raise CkptError("E211", what, where=path, expected=f"{start + position} bytes", found=f"{size} bytes",
-                        hint="the file is truncated or was appended to; fetch it again")
+        raise CkptError(
+            "E211",
+            what,
+            where=path,
+            expected=f"{start + position} bytes",
+            found=f"{size} bytes",
+            hint="the file is truncated or was appended to; fetch it again",
+        )
     return Header(tensors, metadata, start, size)
 
 
@@ -115,7 +144,12 @@ def _entry(name: str, value: object, path: str) -> tuple[str, int, int, str, Sha
     if code not in BY_SAFETENSORS:
         raise CkptError("E210", f"unknown safetensors dtype {code!r}", where=where, expected=", ".join(BY_SAFETENSORS))
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CkptError("E211", f"shape or data_offsets of {name!r} are not valid", where=where, found=f"shape {shape!r}, data_offsets {offsets!r}"[:200])
+        raise CkptError(
+            "E211",
+            f"shape or data_offsets of {name!r} are not valid",
+            where=where,
+            found=f"shape {shape!r}, data_offsets {offsets!r}"[:200],
+        )
     if not name:
         raise CkptError("E210", "a tensor has an empty name", where=path)
     return name, offsets[0], offsets[1], code, tuple(shape)
@@ -129,9 +163,19 @@ def refuse_placeholder(path: str, head: bytes) -> None:
     """CkptError E205 when the first bytes are those of a git-lfs pointer or of an HTML page in place of the file."""
     text = head.lstrip()[:40].lower()
     if head.startswith(b"version https://git-lfs"):
-        raise CkptError("E205", "this is a git-lfs pointer, not the file itself", where=path, hint="run `git lfs pull` in that folder, or download the file again")
+        raise CkptError(
+            "E205",
+            "this is a git-lfs pointer, not the file itself",
+            where=path,
+            hint="run `git lfs pull` in that folder, or download the file again",
+        )
     if text.startswith((b"<!doctype", b"<html")):
-        raise CkptError("E205", "this is an HTML page, not a tensor file", where=path, hint="the download was answered with an error page; download it again")
+        raise CkptError(
+            "E205",
+            "this is an HTML page, not a tensor file",
+            where=path,
+            hint="the download was answered with an error page; download it again",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +205,10 @@ def layout_file(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str
     raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
     if len(raw) > HEADER_LIMIT:
-        raise CkptError("E212", f"a safetensors file of {len(ordered)} tensors needs a header above the format's limit", hint="use a smaller --max-shard-size")
+        raise CkptError(
+            "E212",
+            f"a safetensors file of {len(ordered)} tensors needs a header above the format's limit",
+            hint="use a smaller --max-shard-size",
+        )
     start = 8 + len(raw)
     return FileLayout(len(raw).to_bytes(8, "little") + raw, {n: (start + o, b) for n, (o, b) in places.items()}, start + position)

@@ -52,16 +52,23 @@ class TorchDist:
 def open_torch_dist(directory: str) -> TorchDist:
     """Index and common state of a torch_dist folder (or of a plain DCP folder, which has no metadata.json).
 
-    Errors: E203 broken pickle or record, E501 foreign code in a pickle, E214 unsafe path, E217 files missing or too short, E218 broken index.
+    Errors: E203 broken pickle or record, E501 foreign code in a pickle, E214 unsafe path, E217 files missing or too short,
+    E218 broken index.
     """
     path = os.path.join(directory, ".metadata")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > METADATA_LIMIT:
-            raise CkptError("E218", ".metadata is larger than ckpt will load", where=path, expected=f"at most {METADATA_LIMIT} bytes", found=f"{size} bytes")
+            raise CkptError(
+                "E218",
+                ".metadata is larger than ckpt will load",
+                where=path,
+                expected=f"at most {METADATA_LIMIT} bytes",
+                found=f"{size} bytes",
+            )
         root = pickles.load(file.read(size), where=path, policy="metadata")
     try:
-        table, storage = root.state_dict_metadata, root.storage_data  # type: ignore[attr-defined]
+        table, storage = root.state_dict_metadata, root.storage_data
     except AttributeError:
         raise CkptError("E218", ".metadata does not hold a checkpoint index", where=path, found=type(root).__name__) from None
     if not isinstance(table, dict) or not isinstance(storage, dict):
@@ -80,8 +87,23 @@ def open_torch_dist(directory: str) -> TorchDist:
     backend = read_json(backend_path) if os.path.exists(backend_path) else {}
     common, source = _common(directory, objects)
     files = sorted({e.path for e in extents.values()})
-    shapes = {k: tuple(v["nd_reformulated_orig_global_shape"]) for k, v in getattr(root, "mcore_data", {}).items() if isinstance(v, dict) and "nd_reformulated_orig_global_shape" in v}
-    return TorchDist(directory, tensors, objects, common, source, backend, shapes, hasattr(root, "all_local_plans"), tuple(files), tuple(_check_sizes(extents)))
+    shapes = {
+        k: tuple(v["nd_reformulated_orig_global_shape"])
+        for k, v in getattr(root, "mcore_data", {}).items()
+        if isinstance(v, dict) and "nd_reformulated_orig_global_shape" in v
+    }
+    return TorchDist(
+        directory,
+        tensors,
+        objects,
+        common,
+        source,
+        backend,
+        shapes,
+        hasattr(root, "all_local_plans"),
+        tuple(files),
+        tuple(_check_sizes(extents)),
+    )
 
 
 def _extents(storage: Mapping[Any, Any], directory: str, path: str) -> dict[tuple[str, Shape | None], Extent]:
@@ -96,13 +118,24 @@ def _extents(storage: Mapping[Any, Any], directory: str, path: str) -> dict[tupl
         full = paths.get(name)
         if full is None:
             if not isinstance(name, str) or not is_safe_name(name):
-                raise CkptError("E214", ".metadata sends an entry to a path outside the folder", where=f"{path}: {index.fqn}", found=repr(name)[:200])
+                raise CkptError(
+                    "E214", ".metadata sends an entry to a path outside the folder", where=f"{path}: {index.fqn}", found=repr(name)[:200]
+                )
             full = paths[name] = os.path.join(directory, name)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise CkptError("E218", "an entry of .metadata has an impossible place", where=f"{path}: {index.fqn}", found=f"offset {offset!r}, length {length!r}")
+            raise CkptError(
+                "E218",
+                "an entry of .metadata has an impossible place",
+                where=f"{path}: {index.fqn}",
+                found=f"offset {offset!r}, length {length!r}",
+            )
         if getattr(info, "transform_descriptors", None):
-            raise CkptError("E219", "the checkpoint's files are compressed by a stream extension, which ckpt cannot read", where=f"{path}: {index.fqn}",
-                            found=repr(info.transform_descriptors)[:100])
+            raise CkptError(
+                "E219",
+                "the checkpoint's files are compressed by a stream extension, which ckpt cannot read",
+                where=f"{path}: {index.fqn}",
+                found=repr(info.transform_descriptors)[:100],
+            )
         extents[key] = Extent(full, offset, length, None)
     return extents
 
@@ -120,10 +153,20 @@ def _tensor(fqn: str, entry: Any, extents: Mapping[tuple[str, Shape | None], Ext
     for offset, size in boxes:
         extent = extents.get((fqn, offset))
         if extent is None:
-            raise CkptError("E218", f"the index lists a piece of {fqn} but not where it lies", where=f"{path}: {fqn}", found=f"piece at {list(offset)} of {list(size)}",
-                            hint="a rank's part of the save is missing; take another iteration")
+            raise CkptError(
+                "E218",
+                f"the index lists a piece of {fqn} but not where it lies",
+                where=f"{path}: {fqn}",
+                found=f"piece at {list(offset)} of {list(size)}",
+                hint="a rank's part of the save is missing; take another iteration",
+            )
         if len(offset) != len(shape) or len(size) != len(shape) or not all(type(n) is int and n >= 0 for n in (*offset, *size)):
-            raise CkptError("E218", f"a piece of {fqn} does not fit its shape", where=f"{path}: {fqn}", found=f"piece at {list(offset)} of {list(size)} in {list(shape)}")
+            raise CkptError(
+                "E218",
+                f"a piece of {fqn} does not fit its shape",
+                where=f"{path}: {fqn}",
+                found=f"piece at {list(offset)} of {list(size)} in {list(shape)}",
+            )
         chunks.append(Chunk(offset, size, extent))
     return TensorMetadata(fqn, dtype, shape, tuple(chunks))
 
@@ -173,12 +216,23 @@ def _check_sizes(extents: Mapping[tuple[str, Shape | None], Extent]) -> list[str
             ends[extent.path] = (end, fqn)
     missing = sorted(os.path.basename(p) for p in ends if not os.path.isfile(p))
     if missing:
-        raise CkptError("E217", f"{len(missing)} files that .metadata names are not there", where=os.path.dirname(next(iter(ends))), found=", ".join(missing[:8]),
-                        hint="a rank did not finish its save, or the copy of this checkpoint is incomplete")
+        raise CkptError(
+            "E217",
+            f"{len(missing)} files that .metadata names are not there",
+            where=os.path.dirname(next(iter(ends))),
+            found=", ".join(missing[:8]),
+            hint="a rank did not finish its save, or the copy of this checkpoint is incomplete",
+        )
     for path, (end, fqn) in ends.items():
         size = os.stat(path).st_size
         if size < end:
-            raise CkptError("E217", "a data file is shorter than .metadata says", where=f"{path}: {fqn}", expected=f"at least {end} bytes", found=f"{size} bytes")
+            raise CkptError(
+                "E217",
+                "a data file is shorter than .metadata says",
+                where=f"{path}: {fqn}",
+                expected=f"at least {end} bytes",
+                found=f"{size} bytes",
+            )
     return []
 
 
@@ -211,7 +265,12 @@ class Locator:
             fd = self._files[extent.path] = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
         entry = torch_zip.read_tensor_entry(fd, extent.offset, extent.length, f"{extent.path}: {tensor.fqn}")
         if entry.dtype != tensor.dtype or entry.shape != chunk.local_shape:
-            raise CkptError("E220", f"a stored piece of {tensor.fqn} is not what the index says", where=f"{extent.path}: {tensor.fqn}",
-                            expected=f"{tensor.dtype} {list(chunk.local_shape)}", found=f"{entry.dtype} {list(entry.shape)}")
+            raise CkptError(
+                "E220",
+                f"a stored piece of {tensor.fqn} is not what the index says",
+                where=f"{extent.path}: {tensor.fqn}",
+                expected=f"{tensor.dtype} {list(chunk.local_shape)}",
+                found=f"{entry.dtype} {list(entry.shape)}",
+            )
         length = extent.offset + extent.length - entry.data_offset
         return Chunk(chunk.global_offset, chunk.local_shape, Extent(extent.path, entry.data_offset, length, entry.strides))

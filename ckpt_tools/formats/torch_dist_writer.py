@@ -73,8 +73,14 @@ def layout_torch_dist(
         lead = _lead(key, index, layers, experts)
         shapes.setdefault(key, (dtypes[name], (*lead, *tensor.global_shape)))
         if shapes[key] != (dtypes[name], (*lead, *tensor.global_shape)):
-            raise CkptError("E307", f"layers of {key} differ in dtype or shape and cannot be stored as one tensor", where=name,
-                            expected=f"{shapes[key]}", found=f"{(dtypes[name], (*lead, *tensor.global_shape))}", hint="store them apart with --layer-keys per-layer")
+            raise CkptError(
+                "E307",
+                f"layers of {key} differ in dtype or shape and cannot be stored as one tensor",
+                where=name,
+                expected=f"{shapes[key]}",
+                found=f"{(dtypes[name], (*lead, *tensor.global_shape))}",
+                hint="store them apart with --layer-keys per-layer",
+            )
         for rank, offset, shape in rank_boxes(name, tensor.global_shape, layout.expert_tp if is_expert(name) else layout.tp, gated):
             full_offset, full_shape = (*index, *offset), (*(1 for _ in index), *shape)
             blob = torch_zip_writer.tensor_blob(dtypes[name], full_shape)
@@ -93,18 +99,24 @@ def layout_torch_dist(
             cache[id(value)] = data
         file = writers.of(0, len(data))
         records.append((fqn, file.path, file.put(data), len(data)))
-    index = dcp_metadata.metadata_object(
+    metadata = dcp_metadata.metadata_object(
         ((k, d, s, [(o, n) for o, n, *_ in pieces[k]]) for k, (d, s) in shapes.items()),
         [fqn for fqn, *_ in records],
-        [*((fqn, None, path.rpartition("/")[2], at, size) for fqn, path, at, size in records),
-         *((k, o, file, at, size) for k, found in pieces.items() for o, _, file, at, size in found)],
+        [
+            *((fqn, None, path.rpartition("/")[2], at, size) for fqn, path, at, size in records),
+            *((k, o, file, at, size) for k, found in pieces.items() for o, _, file, at, size in found),
+        ],
     )
-    index_file = pickle_writer.dump(index)
+    index_file = pickle_writer.dump(metadata)
     files = writers.files()
     common_file = torch_zip_writer.dump_file(dict(common), "common")
     tracker = "release" if iteration is None else str(iteration)
-    for path, data in ((f"{folder}/common.pt", common_file), (f"{folder}/.metadata", index_file), (f"{folder}/metadata.json", json.dumps(METADATA_JSON).encode()),
-                       ("latest_checkpointed_iteration.txt", tracker.encode())):
+    for path, data in (
+        (f"{folder}/common.pt", common_file),
+        (f"{folder}/.metadata", index_file),
+        (f"{folder}/metadata.json", json.dumps(METADATA_JSON).encode()),
+        ("latest_checkpointed_iteration.txt", tracker.encode()),
+    ):
         files.append(TargetFile(path, len(data), ((0, data),)))
     return TargetLayout(tuple(files), tuple(placements), copies)
 
@@ -150,7 +162,8 @@ class _Writers:
 
 
 def _join(literals: list[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
-    start, parts, end = 0, [], 0
+    start, end = 0, 0
+    parts: list[bytes] = []
     for offset, data in literals:
         if parts and offset - end < ALIGN:
             parts.append(b"\0" * (offset - end) + data)

@@ -25,9 +25,33 @@ ROOT = Path(__file__).parents[2]
 SIZE = float(os.environ.get("CKPT_BENCH_GB", "1.2"))
 ROUNDS = int(os.environ.get("CKPT_BENCH_ROUNDS", "5"))
 MODELS = {
-    "small: 310 tensors": {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
-    "wide: 147 tensors": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
-    "many: 3000 tensors": {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536, "num_hidden_layers": 333, "vocab_size": 32000},
+    "small: 310 tensors": {
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "vocab_size": 151936,
+    },
+    "wide: 147 tensors": {
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "vocab_size": 128256,
+    },
+    "many: 3000 tensors": {
+        "hidden_size": 256,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 333,
+        "vocab_size": 32000,
+    },
 }
 
 
@@ -36,7 +60,9 @@ def write_model(folder: Path, sizes: dict) -> Path:
     from ckpt_tools.formats.safetensors import layout_file  # the layout is judged elsewhere; here only bytes matter
 
     config = {**CONFIG, **sizes, "torch_dtype": "bfloat16"}
-    per_layer = sum(s[0] * (s[1] if len(s) > 1 else 1) * 2 for n, s in dense_shapes({**config, "num_hidden_layers": 1}).items() if ".layers." in n)
+    per_layer = sum(
+        s[0] * (s[1] if len(s) > 1 else 1) * 2 for n, s in dense_shapes({**config, "num_hidden_layers": 1}).items() if ".layers." in n
+    )
     config["num_hidden_layers"] = max(2, min(config["num_hidden_layers"], int(SIZE * 1e9 / per_layer)))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -70,7 +96,12 @@ def model(request, tmp_path_factory):
     """An HF folder, the torch_dist folder made of it, and its name."""
     base = tmp_path_factory.mktemp("bench")
     folder = write_model(base / "hf", MODELS[request.param])
-    subprocess.run([sys.executable, "-m", "ckpt_tools", "convert", folder, base / "run", "--to", "torch_dist"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", "convert", folder, base / "run", "--to", "torch_dist"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     yield request.param, folder, base / "run"
     shutil.rmtree(base)
 
@@ -117,14 +148,21 @@ def pairs(benchmark, source: Path, out: Path, command: list[str], check) -> None
     benchmark.pedantic(lambda: once(next(numbers)), rounds=ROUNDS, iterations=1)
     shutil.rmtree(copy, ignore_errors=True)
     shutil.rmtree(out, ignore_errors=True)
-    info = {"wall/cp": statistics.median(walls), "cpu/cp": statistics.median(cpus), "peak MB": max(peaks), "seconds": statistics.median(seconds)}
+    info = {
+        "wall/cp": statistics.median(walls),
+        "cpu/cp": statistics.median(cpus),
+        "peak MB": max(peaks),
+        "seconds": statistics.median(seconds),
+    }
     benchmark.extra_info.update({k: round(v, 2) for k, v in info.items()})
-    print(f"\n{benchmark.name}: wall {info['wall/cp']:.2f}x cp [{min(walls):.2f}-{max(walls):.2f}], CPU {info['cpu/cp']:.2f}x, {info['seconds']:.2f} s, peak {info['peak MB']:.0f} MB", flush=True)
+    wall = f"wall {info['wall/cp']:.2f}x cp [{min(walls):.2f}-{max(walls):.2f}]"
+    print(f"\n{benchmark.name}: {wall}, CPU {info['cpu/cp']:.2f}x, {info['seconds']:.2f} s, peak {info['peak MB']:.0f} MB", flush=True)
 
 
 def ckpt(*args: object) -> list[str]:
     """Command line of ckpt in a program that tells its peak memory."""
-    return [sys.executable, "-c", f"import sys\nsys.argv[1:] = {list(map(str, args))!r}\nfrom ckpt_tools.commands.main import main\ncode = main(){PEAK}\nsys.exit(code)"]
+    run = "from ckpt_tools.commands.main import main\ncode = main()"
+    return [sys.executable, "-c", f"import sys\nsys.argv[1:] = {list(map(str, args))!r}\n{run}{PEAK}\nsys.exit(code)"]
 
 
 def same_shards(source: Path):
@@ -137,7 +175,11 @@ def same_shards(source: Path):
     return check
 
 
-@pytest.mark.parametrize("options", [("--no-fsync",), ("--no-fsync", "--threads", "1"), ("--fsync",), ("--no-fsync", "--verify"), ("--no-fsync", "--tp", "8")], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [("--no-fsync",), ("--no-fsync", "--threads", "1"), ("--fsync",), ("--no-fsync", "--verify"), ("--no-fsync", "--tp", "8")],
+    ids=" ".join,
+)
 def test_hf_to_torch_dist(benchmark, model, tmp_path, options):
     name, folder, run = model
     benchmark.name = f"HF -> torch_dist, {name}, {' '.join(options)}"
@@ -158,10 +200,24 @@ def test_torch_dist_to_hf(benchmark, model, tmp_path, options):
 
 
 PEERS = {
-    "safetensors load + save": "from safetensors.torch import load_file, save_file\nimport glob, os\nfor f in sorted(glob.glob(src + '/*.safetensors')): save_file(load_file(f), os.path.join(dst, os.path.basename(f)), {'format': 'pt'})",
-    "transformers load + save": "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained(src).save_pretrained(dst, max_shard_size='500MB')",
-    "torch DCP save": "from safetensors.torch import load_file\nimport glob, torch.distributed.checkpoint as dcp\nstate = {}\nfor f in sorted(glob.glob(src + '/*.safetensors')): state.update(load_file(f))\n"
-    "dcp.save(state, checkpoint_id=dst, no_dist=True)",
+    "safetensors load + save": """
+from safetensors.torch import load_file, save_file
+import glob, os
+for f in sorted(glob.glob(src + "/*.safetensors")):
+    save_file(load_file(f), os.path.join(dst, os.path.basename(f)), {"format": "pt"})
+""",
+    "transformers load + save": """
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(src).save_pretrained(dst, max_shard_size="500MB")
+""",
+    "torch DCP save": """
+from safetensors.torch import load_file
+import glob, torch.distributed.checkpoint as dcp
+state = {}
+for f in sorted(glob.glob(src + "/*.safetensors")):
+    state.update(load_file(f))
+dcp.save(state, checkpoint_id=dst, no_dist=True)
+""",
 }
 
 

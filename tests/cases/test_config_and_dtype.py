@@ -39,7 +39,15 @@ def test_no_rope_base_at_all_is_said(tmp_path):
 
 
 @pytest.mark.case("K3")
-@pytest.mark.parametrize("changes", [{"torch_dtype": "bfloat16"}, {"torch_dtype": None, "dtype": "bfloat16"}, {"torch_dtype": "float32", "dtype": "bfloat16"}, {"torch_dtype": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"torch_dtype": "bfloat16"},
+        {"torch_dtype": None, "dtype": "bfloat16"},
+        {"torch_dtype": "float32", "dtype": "bfloat16"},
+        {"torch_dtype": None},
+    ],
+)
 def test_the_tensors_decide_the_dtype_and_the_config_is_only_checked(tmp_path, changes):
     import ml_dtypes
 
@@ -89,8 +97,15 @@ def test_overflow_of_a_cast_is_counted_and_ties_go_to_even(tmp_path):
 
 def with_side_files(folder):
     files = {
-        "tokenizer.json": "{}", "tokenizer_config.json": "{}", "special_tokens_map.json": "{}", "chat_template.jinja": "x", "generation_config.json": "{}", "vocab.txt": "a",
-        "README.md": "# x", "preprocessor_config.json": "{}", "sub/extra.json": "{}",
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": "{}",
+        "special_tokens_map.json": "{}",
+        "chat_template.jinja": "x",
+        "generation_config.json": "{}",
+        "vocab.txt": "a",
+        "README.md": "# x",
+        "preprocessor_config.json": "{}",
+        "sub/extra.json": "{}",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -125,7 +140,12 @@ def test_remote_code_is_carried_never_run_and_can_be_stripped(tmp_path):
     done = ckpt("convert", tmp_path / "run", tmp_path / "out", "--to", "hf", "--hf-config", tmp_path / "template")
     assert done.returncode == 0 and "configuration_x.py" in done.stderr
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors", "modeling_x.py", "util_x.py"]
-    assert ckpt("convert", tmp_path / "run", tmp_path / "bare", "--to", "hf", "--hf-config", tmp_path / "template", "--strip-remote-code").returncode == 0
+    assert (
+        ckpt(
+            "convert", tmp_path / "run", tmp_path / "bare", "--to", "hf", "--hf-config", tmp_path / "template", "--strip-remote-code"
+        ).returncode
+        == 0
+    )
     assert sorted(p.name for p in (tmp_path / "bare").iterdir()) == ["config.json", "model.safetensors"]
     assert "auto_map" not in json.loads((tmp_path / "bare" / "config.json").read_text()) and not (tmp_path / "PWNED").exists()
 
@@ -136,4 +156,10 @@ def test_a_template_of_another_size_is_refused_with_both_numbers(tmp_path):
     write_hf(tmp_path / "other", tensors=fill(dense_shapes({**CONFIG, "intermediate_size": 24})), intermediate_size=24)
     write_torch_dist(tmp_path / "run", stack(megatron_tensors(hf, CONFIG, 104), 4), megatron_args(CONFIG))
     done = ckpt("convert", tmp_path / "run", tmp_path / "out", "--to", "hf", "--hf-config", tmp_path / "other")
-    assert done.returncode == 2 and "[48, 8]" in done.stderr and "[32, 8]" in done.stderr and "ffn 24" in done.stderr and not (tmp_path / "out").exists()
+    assert (
+        done.returncode == 2
+        and "[48, 8]" in done.stderr
+        and "[32, 8]" in done.stderr
+        and "ffn 24" in done.stderr
+        and not (tmp_path / "out").exists()
+    )

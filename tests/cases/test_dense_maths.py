@@ -6,7 +6,20 @@ import json
 
 import numpy as np
 import pytest
-from builders import CONFIG, ckpt, dense_shapes, fill, megatron_args, megatron_tensors, read_hf, read_torch_dist, same, stack, write_hf, write_torch_dist
+from builders import (
+    CONFIG,
+    ckpt,
+    dense_shapes,
+    fill,
+    megatron_args,
+    megatron_tensors,
+    read_hf,
+    read_torch_dist,
+    same,
+    stack,
+    write_hf,
+    write_torch_dist,
+)
 
 TORCH_DIST = ("--to", "torch_dist", "--make-vocab-size-divisible-by", "8")
 
@@ -99,7 +112,9 @@ def test_biases_that_the_config_never_mentions_are_converted(tmp_path):
     hf = write_hf(tmp_path / "hf", model_type="qwen2", architectures=["Qwen2ForCausalLM"], attention_bias=None, mlp_bias=None)
     found = convert_to_mcore(tmp_path / "hf", tmp_path / "run", "--tp", "2")
     q, k, v = (hf[f"model.layers.1.self_attn.{x}_proj.bias"] for x in "qkv")
-    assert np.array_equal(found["decoder.layers.self_attention.linear_qkv.bias"][1], np.concatenate([q[0:8], k[0:4], v[0:4], q[8:16], k[4:8], v[4:8]]))
+    assert np.array_equal(
+        found["decoder.layers.self_attention.linear_qkv.bias"][1], np.concatenate([q[0:8], k[0:4], v[0:4], q[8:16], k[4:8], v[4:8]])
+    )
     assert not any("linear_proj.bias" in n for n in found)
     assert ckpt("convert", tmp_path / "run", tmp_path / "back", "--to", "hf").returncode == 0 and same(read_hf(tmp_path / "back"), hf)
 
@@ -114,7 +129,12 @@ def test_a_llama_source_gets_no_bias(tmp_path):
 def test_a_torch_dist_with_local_spec_norm_names_gives_the_same_export(tmp_path):
     hf = write_hf(tmp_path / "hf")
     fused = megatron_tensors(hf, CONFIG, 104)
-    local = {n.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight").replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"): t for n, t in fused.items()}
+    local = {
+        n.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight").replace(
+            "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+        ): t
+        for n, t in fused.items()
+    }
     for name, tensors in (("fused", stack(fused, 4)), ("local", stack(local, 4)), ("indexed", local)):
         write_torch_dist(tmp_path / name, tensors, megatron_args(CONFIG, padded_vocab_size=104))
         assert ckpt("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf").returncode == 0
@@ -136,7 +156,9 @@ def test_head_norms_of_qwen3_are_kept_whole_under_tp(tmp_path):
     hf = write_hf(tmp_path / "hf", model_type="qwen3", architectures=["Qwen3ForCausalLM"], attention_bias=False, mlp_bias=None)
     found = convert_to_mcore(tmp_path / "hf", tmp_path / "run", "--tp", "4")
     for x in "qk":
-        assert np.array_equal(found[f"decoder.layers.self_attention.{x}_layernorm.weight"][2], hf[f"model.layers.2.self_attn.{x}_norm.weight"])
+        assert np.array_equal(
+            found[f"decoder.layers.self_attention.{x}_layernorm.weight"][2], hf[f"model.layers.2.self_attn.{x}_norm.weight"]
+        )
     assert ckpt("convert", tmp_path / "run", tmp_path / "back", "--to", "hf").returncode == 0 and same(read_hf(tmp_path / "back"), hf)
 
 
@@ -183,7 +205,9 @@ def test_extra_state_is_neither_a_weight_nor_missing(tmp_path):
 
     hf = write_hf(tmp_path / "hf")
     tensors = stack(megatron_tensors(hf, CONFIG, 104), 4)
-    objects = {f"decoder.layers.mlp.linear_fc1._extra_state/shard_{i}_4": torch.zeros(5, dtype=torch.uint8) if i % 2 else None for i in range(4)}
+    objects = {
+        f"decoder.layers.mlp.linear_fc1._extra_state/shard_{i}_4": torch.zeros(5, dtype=torch.uint8) if i % 2 else None for i in range(4)
+    }
     write_torch_dist(tmp_path / "with", tensors, megatron_args(CONFIG), objects=objects)
     write_torch_dist(tmp_path / "without", tensors, megatron_args(CONFIG))
     counts = []

@@ -57,7 +57,9 @@ def test_of_a_stale_twin_the_indexed_one_counts_and_the_other_is_reported(tmp_pa
     tensors = write_hf(tmp_path / "hf", shards=2)
     table = weight_map(tmp_path / "hf")
     first = {n: tensors[n] for n in table if table[n].startswith("model-00001")}
-    save_file({**first, "model.norm.weight": np.full(8, 9, np.float32)}, tmp_path / "hf" / "model-00001-of-00002.safetensors", {"format": "pt"})
+    save_file(
+        {**first, "model.norm.weight": np.full(8, 9, np.float32)}, tmp_path / "hf" / "model-00001-of-00002.safetensors", {"format": "pt"}
+    )
     done = ckpt("convert", tmp_path / "hf", tmp_path / "run", "--to", "torch_dist")
     assert done.returncode == 0 and "model.norm.weight is also in model-00001" in done.stderr
     assert ckpt("convert", tmp_path / "run", tmp_path / "back", "--to", "hf").returncode == 0 and same(read_hf(tmp_path / "back"), tensors)
@@ -66,7 +68,9 @@ def test_of_a_stale_twin_the_indexed_one_counts_and_the_other_is_reported(tmp_pa
 
 
 @pytest.mark.case("G6")
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/secret.safetensors", "sub/../../secret.safetensors", "a\\..\\b", "", "model.safetensors\0x"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/tmp/secret.safetensors", "sub/../../secret.safetensors", "a\\..\\b", "", "model.safetensors\0x"]
+)
 def test_a_path_in_the_index_never_leaves_the_folder(tmp_path, name):
     tensors = write_hf(tmp_path / "hf", shards=2)
     save_file({"secret": np.zeros(1, np.float32)}, tmp_path / "secret.safetensors")
@@ -82,7 +86,11 @@ def test_one_file_without_an_index_stays_one_file(tmp_path):
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
     assert ckpt("convert", tmp_path / "run", tmp_path / "many", "--to", "hf", "--max-shard-size", "3KB").returncode == 0
     names = sorted(p.name for p in (tmp_path / "many").glob("*.safetensors"))
-    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors" and len(names) > 2 and (tmp_path / "many" / "model.safetensors.index.json").exists()
+    assert (
+        names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+        and len(names) > 2
+        and (tmp_path / "many" / "model.safetensors.index.json").exists()
+    )
     assert same(read_hf(tmp_path / "many"), tensors) and same(read_hf(tmp_path / "one"), tensors)
 
 
@@ -107,7 +115,10 @@ def test_a_truncated_shard_is_refused_before_reading(tmp_path, keep):
 
 
 @pytest.mark.case("H2")
-@pytest.mark.parametrize(("text", "word"), [(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234\n", "git-lfs pointer"), (b"<html>not found</html>", "HTML")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234\n", "git-lfs pointer"), (b"<html>not found</html>", "HTML")],
+)
 def test_placeholders_are_called_what_they_are(tmp_path, text, word):
     write_hf(tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").write_bytes(text)
@@ -176,7 +187,9 @@ def test_an_hf_cache_snapshot_of_links_converts_like_a_plain_copy(tmp_path):
     for name, source in (("a", snapshot), ("b", tmp_path / "plain")):
         assert ckpt("convert", source, tmp_path / name, "--to", "torch_dist").returncode == 0
         assert ckpt("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf").returncode == 0
-    files = [p for p in sorted((tmp_path / "a-hf").rglob("*"))]
+    files = sorted((tmp_path / "a-hf").rglob("*"))
     assert not any(p.is_symlink() for p in [*files, *(tmp_path / "a").rglob("*")])
-    assert [p.name for p in files] == [p.name for p in sorted((tmp_path / "b-hf").rglob("*"))] and "tokenizer.json" in [p.name for p in files]
+    assert [p.name for p in files] == [p.name for p in sorted((tmp_path / "b-hf").rglob("*"))] and "tokenizer.json" in [
+        p.name for p in files
+    ]
     assert all(p.read_bytes() == (tmp_path / "b-hf" / p.name).read_bytes() for p in files) and same(read_hf(tmp_path / "a-hf"), tensors)

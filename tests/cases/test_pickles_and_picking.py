@@ -26,7 +26,9 @@ class Payload:
 @pytest.mark.parametrize("command", [("inspect",), ("convert", "--to", "hf")])
 def test_a_payload_in_common_pt_never_runs(tmp_path, command):
     hf = write_hf(tmp_path / "hf")
-    write_torch_dist(tmp_path / "run", stack(megatron_tensors(hf, CONFIG, 104), 4), megatron_args(CONFIG), common={"x": Payload(tmp_path / "PWNED")})
+    write_torch_dist(
+        tmp_path / "run", stack(megatron_tensors(hf, CONFIG, 104), 4), megatron_args(CONFIG), common={"x": Payload(tmp_path / "PWNED")}
+    )
     target = [tmp_path / "out"] if command[0] == "convert" else []
     done = ckpt(command[0], tmp_path / "run", *target, *command[1:])
     assert done.returncode == 2 and "posix.system" in done.stderr and "common.pt" in done.stderr
@@ -137,7 +139,9 @@ def test_a_tracker_ahead_of_its_data_is_refused(tmp_path):
 
 
 @pytest.mark.case("A4")
-@pytest.mark.parametrize(("text", "good"), [(b"20\r\n", True), (b"\xef\xbb\xbf20", True), (b" 20 ", True), (b"", False), (b"abc", False), (b"20.5", False)])
+@pytest.mark.parametrize(
+    ("text", "good"), [(b"20\r\n", True), (b"\xef\xbb\xbf20", True), (b" 20 ", True), (b"", False), (b"abc", False), (b"20.5", False)]
+)
 def test_odd_tracker_texts(tmp_path, text, good):
     two_iterations(tmp_path)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_bytes(text)
@@ -195,4 +199,6 @@ def test_weights_stored_twice_are_compared_before_one_is_chosen(tmp_path):
     assert done.returncode == 2 and "E413" in done.stderr and "--weights-from" in done.stderr and not (tmp_path / "out2").exists()
     for choice, bias in (("safetensors", 0.0), ("megatron", 1.0)):
         assert ckpt("convert", tmp_path / "other", tmp_path / choice, "--to", "hf", "--weights-from", choice).returncode == 0
-        assert np.array_equal(read_hf(tmp_path / choice)["model.layers.1.mlp.down_proj.weight"], hf["model.layers.1.mlp.down_proj.weight"] + np.float32(bias))
+        assert np.array_equal(
+            read_hf(tmp_path / choice)["model.layers.1.mlp.down_proj.weight"], hf["model.layers.1.mlp.down_proj.weight"] + np.float32(bias)
+        )

@@ -15,11 +15,25 @@ import pytest
 from builders import CONFIG, ckpt, dense_shapes, read_hf, read_torch_dist, same, write_hf
 
 ROOT = Path(__file__).parents[2]
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+sys.argv[1:] = ["convert", {source!r}, {target!r}, *{options!r}]
+from ckpt_tools.commands.main import main
+sys.exit(main())
+"""
 BIG = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 4096}
 
 
 def start(*args, **options):
-    return subprocess.Popen([sys.executable, "-m", "ckpt_tools", *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-m", "ckpt_tools", *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def leftovers(folder):
@@ -54,7 +68,7 @@ def test_of_two_writers_one_wins_and_nobody_sees_a_half(tmp_path):
 @pytest.mark.case("A7")
 def test_a_full_disk_leaves_nothing_and_names_the_cause(tmp_path):
     big_hf(tmp_path / "hf")
-    code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20)); sys.argv[1:] = ['convert', {str(tmp_path / 'hf')!r}, {str(tmp_path / 'out')!r}, '--to', 'torch_dist']; from ckpt_tools.commands.main import main; sys.exit(main())"
+    code = LIMITED.format(source=str(tmp_path / "hf"), target=str(tmp_path / "out"), options=["--to", "torch_dist"])
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "E409" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
@@ -91,7 +105,9 @@ def test_a_killed_run_leaves_no_target_and_the_next_run_succeeds(tmp_path, sig):
         code = run.wait()
         run.communicate()
         if (tmp_path / "out").exists():  # it was faster than the signal: then it must be whole
-            assert same({"n": read_torch_dist(tmp_path / "out" / "release")["decoder.final_layernorm.weight"]}, {"n": tensors["model.norm.weight"]})
+            assert same(
+                {"n": read_torch_dist(tmp_path / "out" / "release")["decoder.final_layernorm.weight"]}, {"n": tensors["model.norm.weight"]}
+            )
             subprocess.run(["rm", "-r", str(tmp_path / "out")], check=True)
             continue
         caught += 1
@@ -110,7 +126,7 @@ def test_overwrite_that_fails_keeps_the_old_result(tmp_path):
     assert ckpt("convert", tmp_path / "small", tmp_path / "out", "--to", "hf").returncode == 0
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     big_hf(tmp_path / "hf")
-    code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20)); sys.argv[1:] = ['convert', {str(tmp_path / 'hf')!r}, {str(tmp_path / 'out')!r}, '--to', 'hf', '--overwrite']; from ckpt_tools.commands.main import main; sys.exit(main())"
+    code = LIMITED.format(source=str(tmp_path / "hf"), target=str(tmp_path / "out"), options=["--to", "hf", "--overwrite"])
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 2
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before and not leftovers(tmp_path)
     assert ckpt("convert", tmp_path / "hf", tmp_path / "out", "--to", "hf", "--overwrite").returncode == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ckpt_tools.errors import CkptError
@@ -51,14 +51,16 @@ BROKEN = {
 def test_what_the_library_refuses_is_refused_with_the_files_name(tmp_path, name):
     path = tmp_path / "model.safetensors"
     path.write_bytes(BROKEN[name])
-    with pytest.raises(Exception), safe_open(path, "np"):
+    with pytest.raises((SafetensorError, ValueError, OverflowError)), safe_open(path, "np"):
         pass
     with pytest.raises(CkptError) as caught:
         read_header(str(path))
     assert str(path) in str(caught.value) and caught.value.code in ("E210", "E211")
 
 
-@pytest.mark.parametrize("text", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1234\n", b"<!DOCTYPE html><html>404</html>"])
+@pytest.mark.parametrize(
+    "text", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1234\n", b"<!DOCTYPE html><html>404</html>"]
+)
 def test_placeholders_are_called_by_their_name(tmp_path, text):
     path = tmp_path / "model.safetensors"
     path.write_bytes(text)
@@ -69,7 +71,9 @@ def test_placeholders_are_called_by_their_name(tmp_path, text):
 
 def test_shuffled_headers_zero_tensors_scalars_and_empty_shapes_are_legal(tmp_path):
     path = tmp_path / "a.safetensors"
-    path.write_bytes(raw({"b": entry(8, 16), "a": entry(0, 8), "none": entry(16, 16, shape=(0, 4)), "one": entry(16, 20, shape=())}, bytes(20)))
+    path.write_bytes(
+        raw({"b": entry(8, 16), "a": entry(0, 8), "none": entry(16, 16, shape=(0, 4)), "one": entry(16, 20, shape=())}, bytes(20))
+    )
     header = read_header(str(path))
     assert header.tensors["b"].chunks[0].extent.offset == header.data_offset + 8
     assert header.tensors["one"].global_shape == ()
@@ -80,7 +84,9 @@ def test_shuffled_headers_zero_tensors_scalars_and_empty_shapes_are_legal(tmp_pa
 
 def test_duplicate_keys_pass_the_library_but_not_us(tmp_path):
     path = tmp_path / "a.safetensors"
-    path.write_bytes(raw(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)))
+    path.write_bytes(
+        raw(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8))
+    )
     with pytest.raises(CkptError, match="twice"):
         read_header(str(path))
 

@@ -132,11 +132,11 @@ def test_state_without_weights_anywhere_is_an_error_or_a_warning_that_lists_what
 @pytest.mark.case("B2")
 def test_weights_stored_twice_are_shown_with_the_bytes_wasted(tmp_path: Path) -> None:
     hf = write_hf(tmp_path)
-    write_torch_dist(tmp_path, stack(megatron_tensors(hf, CONFIG), 4), megatron_args(CONFIG), iteration=20)
+    write_torch_dist(tmp_path, stack(megatron_tensors(hf, CONFIG, 104), 4), megatron_args(CONFIG, padded_vocab_size=104), iteration=20)
     found = answer(tmp_path)
-    nbytes = sum(t.nbytes for t in hf.values())
-    assert [(c["format"], c["bytes"]) for c in found["copies"]] == [("torch_dist", nbytes), ("hf", nbytes)]
-    assert found["wasted_bytes"] == nbytes and found["parameters"] == nbytes // 4, "counted once"
+    nbytes, padding = sum(t.nbytes for t in hf.values()), 2 * 4 * 8 * 4
+    assert [(c["format"], c["bytes"]) for c in found["copies"]] == [("torch_dist", nbytes + padding), ("hf", nbytes)]
+    assert found["wasted_bytes"] == nbytes and found["parameters"] == (nbytes + padding) // 4, "counted once"
     shown = ckpt("inspect", tmp_path, "--format", "table").stdout
     assert "stored twice" in shown and "wasted" in shown
 

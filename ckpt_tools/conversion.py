@@ -236,7 +236,7 @@ def _finish(
     kept = [Note("kept", n, f"stays {dtypes[n]}") for n in sorted(view.keep_dtype) if options.dtype and dtypes.get(n) != options.dtype]
     everything = (*warnings, *view.notes, *notes, *kept, *cast_notes(view.tensors, dtypes))
     return Plan(
-        source, target, builder.sources(), laid.files, laid.copies, tuple(builder.moves), everything, len(laid.placements), options.buffer
+        source, target, builder.sources(), laid.files, laid.copies, tuple(builder.moves), everything, len({p.name for p in laid.placements}), options.buffer
     )
 
 

@@ -39,7 +39,7 @@ def report_result(output: Output, plan: Plan, result: Result, command: str = "co
 
 def peak_memory(plan: Plan, threads: int = 2) -> int:
     """Bytes of memory the run is expected to need at most: interpreter, buffers, plan."""
-    return 48 * 2**20 + threads * 2 * plan.buffer + 4096 * plan.tensors
+    return 48 * 2**20 + threads * 2 * plan.buffer + 1024 * len(plan.moves)
 
 
 def _pairs(plan: Plan, target: str) -> list[tuple[str, Any]]:

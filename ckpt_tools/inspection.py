@@ -106,13 +106,14 @@ def open_for_inspection(path: str | os.PathLike[str], iteration: str | int = "la
     """Open a checkpoint to look at it: without a tracker the newest complete iteration is taken, trailing bytes in a safetensors file are
     a warning, and safetensors weights beside an iteration folder are opened too.
 
-    Errors: those of open_checkpoint.
+    Errors: those of open_checkpoint; E218 when a shape is larger than any file.
     """
     place = locate(os.fspath(path), iteration, allow_untracked=True)
     with _no_collections():
         if place.format == "hf":
             return Opened(_open_hf(place), None)
         state = open_location(place)
+        _check_sizes(state)
         if place.weights is None:
             return Opened(state, None)
         try:
@@ -122,6 +123,13 @@ def open_for_inspection(path: str | os.PathLike[str], iteration: str | int = "la
                 raise
             said = f"the safetensors beside it cannot be read: {error.what} ({error.where})"
             return Opened(replace(state, warnings=(*state.warnings, said)), None)
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    for tensor in checkpoint.tensors.values():
+        if tensor.numel >= 2**60:
+            where = f"{checkpoint.location.directory}: {tensor.fqn}"
+            raise CkptError("E218", "the index gives a tensor an impossible shape", where=where, found=str(list(tensor.global_shape))[:200])
 
 
 @contextmanager

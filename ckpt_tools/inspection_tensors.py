@@ -98,6 +98,7 @@ def part_of(name: str) -> str:
     return "optimizer" if is_optimizer(name) else "weights"
 
 
+LAYERS, LAYERS_AND_EXPERTS = 2**14, 2**20  # more than any model has
 _HF = StoredKey("", "", False, False, "")
 
 
@@ -107,7 +108,9 @@ def leading_axes(tensor: TensorMetadata, hf: bool) -> tuple[StoredKey, int]:
         return _HF, 0
     key = parse_key(tensor.fqn)
     lead = key.layers + key.experts
-    return key, lead if len(tensor.global_shape) >= lead else 0
+    sizes = tensor.global_shape[:lead]
+    # A shape is only a claim: nobody is to write down a billion layers because an index says so.
+    return key, lead if len(sizes) == lead and prod(sizes) <= LAYERS_AND_EXPERTS and (not sizes or sizes[0] <= LAYERS) else 0
 
 
 def canonical_names(tensor: TensorMetadata, hf: bool) -> Iterator[tuple[str, Shape]]:

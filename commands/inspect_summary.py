@@ -263,14 +263,14 @@ def _figure(value: Any) -> Any:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _progress(values: Mapping[str, Any]) -> str:
     names = (("consumed_train_samples", "{:,} samples consumed"), ("global_batch_size", "batch {:,}"), ("seq_length", "sequences of {:,}"))
     shown = [form.format(values[name]) for name, form in names if values.get(name) and values.get("consumed_train_samples")]
     flops = values.get("num_floating_point_operations_so_far")
-    if flops:
+    if flops and _number(flops):
         shown.append(f"{flops:.3g} floating point operations")
     return ", ".join(shown)
 

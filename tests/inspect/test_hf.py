@@ -19,7 +19,7 @@ from ckpt_tools.inspection_fingerprint import fingerprint
 def test_a_folder_that_transformers_wrote(tmp_path: Path, name: str) -> None:
     import transformers
 
-    from tests.oracle import tiny_models
+    from oracle import tiny_models
 
     model = tiny_models.write(name, tmp_path / "hf", "bfloat16", max_shard_size="100KB")
     found = inspect(open_for_inspection(tmp_path / "hf"))

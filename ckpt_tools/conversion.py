@@ -446,7 +446,7 @@ def _dropped_state(checkpoint: Checkpoint) -> list[Note]:
     if others:
         notes.append(Note("dropped", ", ".join(others), "training state that an HF folder has no place for"))
     if checkpoint.common is not None:
-        state = [k for k in ("opt_param_scheduler", "iteration", "rerun_state_machine") if k in checkpoint.common]
+        state = [k for k in ("opt_param_scheduler", "iteration", "rerun_state_machine") if checkpoint.common.get(k)]
         if state:
             notes.append(Note("dropped", ", ".join(state), "training state that an HF folder has no place for"))
     return notes

@@ -18,7 +18,6 @@ from ckpt_tools.inspection_fingerprint import fingerprint
 @pytest.mark.parametrize("name", ["llama", "llama_tied_scaled_rope", "mistral", "qwen2", "qwen3"])
 def test_a_folder_that_transformers_wrote(tmp_path: Path, name: str) -> None:
     import transformers
-
     from oracle import tiny_models
 
     model = tiny_models.write(name, tmp_path / "hf", "bfloat16", max_shard_size="100KB")

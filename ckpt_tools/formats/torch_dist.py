@@ -5,6 +5,7 @@ Opening reads `.metadata` only. Sources: Megatron-LM dist_checkpointing 0.8 to 0
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Mapping
@@ -55,6 +56,16 @@ def open_torch_dist(directory: str) -> TorchDist:
     Errors: E203 broken pickle or record, E501 foreign code in a pickle, E214 unsafe path, E217 files missing or too short,
     E218 broken index.
     """
+    collecting = gc.isenabled()
+    gc.disable()  # a million new objects and no garbage: collections would take most of the time
+    try:
+        return _open(directory)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _open(directory: str) -> TorchDist:
     path = os.path.join(directory, ".metadata")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

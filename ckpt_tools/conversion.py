@@ -13,10 +13,10 @@ from .dtypes import DTYPES, dtype
 from .errors import CkptError
 from .execution import Progress, Result, execute
 from .families.config import padded_vocab
-from .families.megatron_args import checkpoint_args
+from .families.megatron_args import DTYPE_ATTRIBUTES, checkpoint_args
 from .formats import hf as hf_format
 from .formats.hf_writer import TargetLayout, config_bytes, layout_hf
-from .formats.pickles import Namespace
+from .formats.pickles import DTypeRef, Namespace
 from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
 from .layout import ParallelLayout
 from .naming import homogeneous
@@ -173,6 +173,9 @@ def _plan_torch_dist(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     if len(set(dtypes.values())) == 1:
         args["params_dtype"] = next(iter(dtypes.values()))
     stored = checkpoint_args(args, layout=layout.arguments(), iteration=options.iteration or 0)
+    for name in DTYPE_ATTRIBUTES:
+        if isinstance(stored.get(name), str):
+            stored[name] = DTypeRef(stored[name])
     common = {
         "args": Namespace(stored),
         "checkpoint_version": 3.0,

@@ -1,0 +1,221 @@
+"""The relations that need several fields at once, by name: rope, biases, windows of attention, layers with experts, vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CkptError
+from . import rope
+from .config_kinds import MISSING, REQUIRED, Fields, brief, checked
+
+Updates = tuple[dict[str, Any], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """forward   (fields, options) -> Megatron arguments; notes and refusals go through `fields`.
+    canonical (args, options) -> the same keys as forward gives, as far as a checkpoint's arguments say them.
+    backward  (canonical args, options, "v4"/"v5", template or None) -> (config fields by dotted path, notes).
+    tolerates (a checkpoint's args, what the template gives) -> a note when their difference is none, else None.
+    """
+
+    forward: Callable[[Fields, tuple[Any, ...]], dict[str, Any]]
+    canonical: Callable[[Mapping[str, Any], tuple[Any, ...]], dict[str, Any]]
+    backward: Callable[[Mapping[str, Any], tuple[Any, ...], str, Mapping[str, Any] | None], Updates]
+    tolerates: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None] = lambda args, config: None
+
+
+# Biases. Megatron: add_bias_linear puts one on every linear layer, add_qkv_bias on q, k, v alone (0.16.1 and 0.19.2, attention.py, mlp.py).
+# transformers' attention_bias puts one on q, k, v and o, mlp_bias on the three of the MLP. options: the flags that the family's config has.
+
+
+def _biases(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    attention, mlp = (bool(fields.number(name, False, "bool")) for name in ("attention_bias", "mlp_bias"))
+    mlp = mlp and "mlp_bias" in options
+    if attention != mlp:
+        fields.refuse(
+            "Megatron-Core has biases on q, k and v alone, or on every linear layer, and nothing between",
+            expected="attention_bias and mlp_bias equal" if "mlp_bias" in options else "attention_bias false",
+            found=f"attention_bias {attention}" + (f", mlp_bias {mlp}" if "mlp_bias" in options else " (on q, k, v and o_proj)"),
+            hint="no Megatron-Core model has these tensors; convert with --allow-unrepresentable only to look at them",
+        )
+    return {"add_bias_linear": attention and mlp, "add_qkv_bias": attention}
+
+
+def _stored_biases(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    every, qkv = args.get("add_bias_linear"), args.get("add_qkv_bias")
+    return {} if every is None and qkv is None else {"add_bias_linear": bool(every), "add_qkv_bias": bool(every or qkv)}
+
+
+def _config_biases(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    every, qkv = args.get("add_bias_linear", False), args.get("add_qkv_bias", False)
+    if qkv != every or (every and "mlp_bias" not in options):
+        raise CkptError(
+            "E305",
+            "a config of this family cannot say where the checkpoint has biases",
+            expected="none" if "mlp_bias" not in options else "none, or on every linear layer",
+            found="biases on every linear layer" if every else "biases on q, k and v alone",
+            hint="biases on q, k and v alone are family qwen2",
+        )
+    return dict.fromkeys(options, every), []
+
+
+# Attention windows by layer (transformers 5.24 configuration_qwen2.py; megatron-core 0.16.1 transformer/utils.py).
+
+
+def _windows(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    layers = fields.number("num_hidden_layers")
+    used = fields.number("use_sliding_window", False, "bool")
+    window = fields.number("sliding_window", None if fields.get("sliding_window") is None else options[0]) if used else None
+    kinds = fields.number("layer_types", None, "list")
+    if kinds is None:
+        start = fields.number("max_window_layers", options[1])
+        pattern = [int(window is not None and i >= start) for i in range(layers)]
+    else:
+        unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
+        if unknown or len(kinds) != layers:
+            raise CkptError(
+                "E311",
+                "config.json: layer_types does not describe the layers of this family",
+                expected=f"{layers} of full_attention, sliding_attention",
+                found=f"{len(kinds)}" + (f", among them {', '.join(unknown)}" if unknown else ""),
+            )
+        pattern = [int(k == "sliding_attention") for k in kinds]
+    if not any(pattern):
+        return {"window_size": None, "window_attn_skip_freq": None}
+    if window is None:
+        raise CkptError(
+            "E311",
+            "config.json has layers with a sliding window, but no window",
+            expected="use_sliding_window true and a sliding_window",
+            found=f"use_sliding_window {used}, sliding_window {brief(fields.config.get('sliding_window'))}",
+        )
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": None if all(pattern) else pattern}
+
+
+def _stored_windows(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    size, pattern, layers = args.get("window_size"), args.get("window_attn_skip_freq"), args.get("num_layers") or 0
+    if not size:
+        return {"window_size": None, "window_attn_skip_freq": None}
+    if isinstance(pattern, int):
+        pattern = [int((i + 1) % pattern != 0) for i in range(layers)] if pattern > 0 else None
+    elif pattern is not None:
+        pattern = [int(bool(p)) for p in checked(pattern, "list", "window_attn_skip_freq")]
+        if len(pattern) != layers:
+            raise CkptError(
+                "E301", "window_attn_skip_freq does not fit the number of layers", expected=f"{layers} entries", found=brief(pattern)
+            )
+    return {"window_size": tuple(size), "window_attn_skip_freq": None if pattern is None or all(pattern) else pattern}
+
+
+def _config_windows(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    from .config_scalars import KINDS
+
+    window, pattern = KINDS["window"].backward(args.get("window_size"), None), args.get("window_attn_skip_freq")
+    if window is None:
+        off: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
+        if template is not None and "layer_types" in template:
+            off["layer_types"] = ["full_attention"] * len(template["layer_types"])
+        return off, []
+    if pattern is None:
+        return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}, []
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if p else "full_attention" for p in pattern],
+    }, []
+
+
+# Which layers have experts: Megatron's moe_layer_freq as a list of 0 and 1.
+
+
+def _sparse_step(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    layers, step, dense = (
+        fields.number("num_hidden_layers"),
+        fields.number("decoder_sparse_step", 1),
+        fields.number("mlp_only_layers", (), "list"),
+    )
+    return _freq([int(step > 0 and (i + 1) % step == 0 and i not in dense) for i in range(layers)])
+
+
+def _config_sparse_step(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    freq = args.get("moe_layer_freq", 1)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [] if freq == 1 else [i for i, moe in enumerate(freq) if not moe]}, []
+
+
+def _first_dense(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    layers, kinds = fields.number("num_hidden_layers"), fields.number("mlp_layer_types", None, "list")
+    if kinds is not None and fields.get("first_k_dense_replace") is MISSING:
+        return _freq([int(k == "sparse") for k in kinds])
+    dense = fields.number("first_k_dense_replace", REQUIRED)
+    return _freq([int(i >= dense) for i in range(layers)])
+
+
+def _config_first_dense(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    freq = args.get("moe_layer_freq", 1)
+    dense = 0 if freq == 1 else next((i for i, moe in enumerate(freq) if moe), len(freq))
+    if freq != 1 and not all(freq[dense:]):
+        raise CkptError(
+            "E305",
+            "a config of this family cannot say which layers have experts",
+            expected="dense layers first, then layers with experts",
+            found=brief(freq),
+        )
+    return {"first_k_dense_replace": dense}, []
+
+
+def _freq(pattern: list[int]) -> dict[str, Any]:
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
+def _stored_freq(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    freq, layers = args.get("moe_layer_freq"), args.get("num_layers") or 0
+    if freq is None:
+        return {}
+    if isinstance(freq, int) and freq > 0:  # Megatron: layer i (from 0) has experts when i % freq == 0
+        return _freq([int(i % freq == 0) for i in range(layers)])
+    pattern = [int(bool(f)) for f in checked(freq, "list", "moe_layer_freq")]
+    if len(pattern) != layers:
+        raise CkptError("E301", "moe_layer_freq does not fit the number of layers", expected=f"{layers} entries", found=brief(freq))
+    return _freq(pattern)
+
+
+# Vocabulary: the true number of rows. A checkpoint's vocab_size may be the tokenizer's length, which HF's number may exceed.
+
+
+def _vocab(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    return {"vocab_size": checked(fields.number("vocab_size"), "int", "vocab_size", positive=True)}
+
+
+def _stored_vocab(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    vocab = checked(args.get("vocab_size"), "int", "vocab_size")
+    return {"vocab_size": vocab} if vocab else {}
+
+
+def _config_vocab(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    if "vocab_size" not in args:
+        raise CkptError(
+            "E301",
+            "the checkpoint does not say how many rows of its vocabulary are real",
+            hint="give the HF config with --hf-config DIR, or --vocab-size N",
+        )
+    return {"vocab_size": args["vocab_size"]}, []
+
+
+def _same_table(args: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    rows, trained, wanted = args.get("padded_vocab_size"), args["vocab_size"], config["vocab_size"]
+    if not isinstance(rows, int) or not trained <= wanted <= rows:
+        return None
+    return f"vocab_size {wanted} of the HF config kept, not {trained} of the checkpoint: a tokenizer may be shorter than its {rows} rows"
+
+
+COMPUTED: dict[str, Transform] = {
+    "rope": Transform(rope.forward, lambda a, o: rope.canonical(a), lambda a, o, s, t: rope.backward(a, s, t)),
+    "biases": Transform(_biases, _stored_biases, _config_biases),
+    "windows": Transform(_windows, _stored_windows, _config_windows),
+    "sparse_step": Transform(_sparse_step, _stored_freq, _config_sparse_step),
+    "first_dense": Transform(_first_dense, _stored_freq, _config_first_dense),
+    "vocab": Transform(_vocab, _stored_vocab, _config_vocab, _same_table),
+}

@@ -176,19 +176,20 @@ def _plan_torch_dist(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     for name in DTYPE_ATTRIBUTES:
         if isinstance(stored.get(name), str):
             stored[name] = DTypeRef(stored[name])
-    common = {
-        "args": Namespace(stored),
-        "checkpoint_version": 3.0,
-        "iteration": options.iteration or 0,
-        "num_floating_point_operations_so_far": 0.0,
-        "content_metadata": {"singleton_local_shards": False},
-    }
     alike = homogeneous(view.tensors)
     if options.layer_keys == "stacked" and not alike:
         raise CkptError(
             "E410", "the layers of this model are not alike, so Megatron cannot store them as one tensor", hint="use --layer-keys per-layer"
         )
     stacked = alike and not _needs_layer_keys(args) if options.layer_keys == "auto" else options.layer_keys == "stacked"
+    common = {
+        "args": Namespace(stored),
+        "checkpoint_version": 3.0,
+        "iteration": options.iteration or 0,
+        "num_floating_point_operations_so_far": 0.0,
+        # Megatron asks for the keys that this names, stacked unless it says otherwise
+        "content_metadata": {"singleton_local_shards": False, **({} if stacked else {"non_homogeneous_layers": True})},
+    }
     template = _template(checkpoint, options)
     folder = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
     extra, notes = _carried(checkpoint, template, folder)
@@ -239,7 +240,15 @@ def _finish(
     kept = [Note("kept", n, f"stays {dtypes[n]}") for n in sorted(view.keep_dtype) if options.dtype and dtypes.get(n) != options.dtype]
     everything = (*warnings, *view.notes, *notes, *kept, *cast_notes(view.tensors, dtypes))
     return Plan(
-        source, target, builder.sources(), laid.files, laid.copies, tuple(builder.moves), everything, len({p.name for p in laid.placements}), options.buffer
+        source,
+        target,
+        builder.sources(),
+        laid.files,
+        laid.copies,
+        tuple(builder.moves),
+        everything,
+        len({p.name for p in laid.placements}),
+        options.buffer,
     )
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..notes import Note
     from ..planning import Plan
 
-SHOWN = 6  # notes with more names than this list the first ones and the count
+SHOWN = 3  # notes with more names than this list the first ones and the count
 
 
 def report_plan(output: Output, plan: Plan, target: str, command: str = "convert") -> None:
@@ -21,7 +21,10 @@ def report_plan(output: Output, plan: Plan, target: str, command: str = "convert
     output.table(
         ["file", "bytes"], [(t.path, Bytes(t.size)) for t in plan.targets] + [(c.target, Bytes(c.size)) for c in plan.copies], title="files"
     )
-    output.table(["what", "subject", "why"], [(n.kind, _short(n.subject), n.text) for n in plan.notes], title="notes")
+    if output.format == "tsv":
+        output.table(["what", "subject", "why"], [(n.kind, n.subject, n.text) for n in plan.notes])
+    else:
+        output.summary([(n.kind, _sentence(n)) for n in plan.notes], title="notes")
 
 
 def report_result(output: Output, plan: Plan, result: Result, command: str = "convert") -> None:
@@ -73,8 +76,12 @@ def _document(plan: Plan, target: str) -> dict[str, Any]:
 
 
 def _say(entry: Note) -> None:
-    text = f"{entry.text}: {_short(entry.subject)}" if entry.subject else entry.text
+    text = _sentence(entry)
     warn(text) if entry.kind == "warning" else note(f"{entry.kind}: {text}")
+
+
+def _sentence(entry: Note) -> str:
+    return f"{entry.text}: {_short(entry.subject)}" if entry.subject else entry.text
 
 
 def _short(subject: str) -> str:

@@ -24,3 +24,18 @@ def test_the_library_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
             exec(compile(block, "docs/library.md", "exec"), names)
         except Exception as error:
             pytest.fail(f"{error!r} in\n{block}")
+
+
+def test_the_readme_shows_what_the_commands_really_print(tmp_path):
+    from readme_transcript import BLOCK, prepared, transcribe, without_times
+
+    text = (ROOT / "README.md").read_text()
+    assert len(BLOCK.findall(text)) >= 5
+    assert without_times(transcribe(text, prepared(tmp_path))) == without_times(text), "python tests/readme_transcript.py rewrites it"
+
+
+def test_the_readme_names_every_command():
+    from ckpt_tools.commands.main import available
+
+    text = (ROOT / "README.md").read_text()
+    assert [e.name for e in available() if f"ckpt {e.name}" not in text] == []

@@ -152,6 +152,9 @@ layers that are not alike in a stacked key. The hint names the way that works.""
     "E411": Explanation("what was written is not what was read", """\
 --verify read the result back and found another byte. That is a fault of disk or memory, or a bug in ckpt. The result was
 not put in place. Run again; if it stays, please report it."""),
+    "E413": Explanation("weights are stored twice and the copies differ", """\
+The folder holds the model's weights as safetensors and again inside the Megatron iteration, and they are not the same. One of
+them is older, or was edited. ckpt does not choose: say --weights-from safetensors or --weights-from megatron."""),
     "E412": Explanation("a tensor is missing from the result, or has another shape", """\
 --verify opened the result as a reader would and did not find the tensor as planned. That is a bug in ckpt; please report
 it. The result was not put in place."""),

@@ -39,8 +39,12 @@ class ParallelLayout:
     def arguments(self) -> dict[str, Any]:
         """The layout under the names of Megatron's arguments."""
         return {
-            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp, "context_parallel_size": self.cp,
-            "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.expert_tp, "data_parallel_size": self.dp,
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.expert_tp,
+            "data_parallel_size": self.dp,
             "world_size": self.tp * self.pp * self.cp * self.dp,
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
         }
@@ -91,7 +95,13 @@ def rank_boxes(name: str, shape: Shape, tp: int, gated: bool) -> list[tuple[int,
     axis, halves = (0, 2) if cut == "glu" else (int(cut), 1)
     size = shape[axis]
     if size % (halves * tp):
-        raise CkptError("E403", f"{name} cannot be cut for tp {tp}", where=name, expected=f"{size // halves} divisible by {tp}", found=f"shape {list(shape)}, axis {axis}")
+        raise CkptError(
+            "E403",
+            f"{name} cannot be cut for tp {tp}",
+            where=name,
+            expected=f"{size // halves} divisible by {tp}",
+            found=f"shape {list(shape)}, axis {axis}",
+        )
     step = size // (halves * tp)
     boxes = []
     for half in range(halves):

@@ -17,7 +17,9 @@ from .tensors import Chunk, Shape, TensorMetadata
 _OPTIMIZER = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.)(?P<key>.+)")
 _WRAPPER = re.compile(r"^(?:module\.)+")
 _LAYER = re.compile(r"^(?P<stack>(?:decoder|mtp|encoder)\.layers\.)(?:(?P<layer>\d+)\.)?(?P<rest>.+)$")
-_EXPERT = re.compile(r"^(?P<head>(?:.*\.)?mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<tail>linear_fc[12]\.(?:weight|bias))(?P<half>_[wv])?$")
+_EXPERT = re.compile(
+    r"^(?P<head>(?:.*\.)?mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<tail>linear_fc[12]\.(?:weight|bias))(?P<half>_[wv])?$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,12 @@ def canonical_tensors(tensors: Mapping[str, TensorMetadata], where: str) -> dict
         key = parse_key(fqn)
         lead = key.layers + key.experts
         if len(tensor.global_shape) < lead:
-            raise CkptError("E305", f"{fqn} should have an axis for layers or experts", where=f"{where}: {fqn}", found=f"shape {list(tensor.global_shape)}")
+            raise CkptError(
+                "E305",
+                f"{fqn} should have an axis for layers or experts",
+                where=f"{where}: {fqn}",
+                found=f"shape {list(tensor.global_shape)}",
+            )
         shape = tensor.global_shape[lead:]
         if key.half:
             shape = (shape[0] * 2, *shape[1:])
@@ -74,7 +81,13 @@ def canonical_tensors(tensors: Mapping[str, TensorMetadata], where: str) -> dict
                 info[name] = (tensor.dtype, shape)
                 chunks[name] = []
             elif info[name] != (tensor.dtype, shape):
-                raise CkptError("E305", f"two stored keys both make {name} and differ", where=f"{where}: {fqn}", expected=f"{info[name]}", found=f"{(tensor.dtype, shape)}")
+                raise CkptError(
+                    "E305",
+                    f"two stored keys both make {name} and differ",
+                    where=f"{where}: {fqn}",
+                    expected=f"{info[name]}",
+                    found=f"{(tensor.dtype, shape)}",
+                )
             chunks[name].append(chunk)
     result = {name: TensorMetadata(name, info[name][0], info[name][1], tuple(parts)) for name, parts in chunks.items()}
     return unify_norms(result, where)
@@ -95,7 +108,9 @@ def _split(key: StoredKey, lead: int, tensor: TensorMetadata) -> Iterator[tuple[
                 index = tuple(i for i in (layer, expert) if i is not None)
                 part = chunk
                 if lead:
-                    part = chunk.cut((*index, *chunk.global_offset[lead:]), ((1,) * lead) + chunk.local_shape[lead:]).moved(chunk.global_offset[lead:], rest)
+                    part = chunk.cut((*index, *chunk.global_offset[lead:]), ((1,) * lead) + chunk.local_shape[lead:]).moved(
+                        chunk.global_offset[lead:], rest
+                    )
                 yield name, part
 
 
@@ -115,7 +130,9 @@ def unify_norms(tensors: dict[str, TensorMetadata], where: str) -> dict[str, Ten
     return renamed
 
 
-_NORM = re.compile(r"^(?P<layer>.*layers\.\d+\.(?:transformer_layer\.)?)(?P<norm>input_layernorm|pre_mlp_layernorm|mlp\.linear_fc1)\.(?P<kind>layer_norm_)?(?P<what>weight|bias)$")
+_NORM = re.compile(
+    r"^(?P<layer>.*layers\.\d+\.(?:transformer_layer\.)?)(?P<norm>input_layernorm|pre_mlp_layernorm|mlp\.linear_fc1)\.(?P<kind>layer_norm_)?(?P<what>weight|bias)$"
+)
 
 
 def _norm_name(name: str, tensors: Mapping[str, TensorMetadata]) -> str:

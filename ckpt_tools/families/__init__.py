@@ -21,7 +21,9 @@ def family_named(name: str) -> Family:
         return FAMILIES[name]
     except KeyError:
         near = nearest(name, FAMILIES)
-        raise CkptError("E310", f"there is no family {name!r}", expected=", ".join(FAMILIES), hint=f"did you mean {near[0]}?" if near else None) from None
+        raise CkptError(
+            "E310", f"there is no family {name!r}", expected=", ".join(FAMILIES), hint=f"did you mean {near[0]}?" if near else None
+        ) from None
 
 
 def family_of_config(config: Mapping[str, Any], where: str) -> Family:
@@ -35,5 +37,12 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
         if not model_type and any(a in family.architectures for a in architectures):
             return family
     near = nearest(str(model_type), [t for f in FAMILIES.values() for t in f.model_types])
-    raise CkptError("E310", f"model type {model_type!r} is not supported", where=where, expected=", ".join(FAMILIES),
-                    hint=f"nearest: {', '.join(near)}; if the tensors are the same, name one with --family" if near else "name a family of the same tensors with --family")
+    raise CkptError(
+        "E310",
+        f"model type {model_type!r} is not supported",
+        where=where,
+        expected=", ".join(FAMILIES),
+        hint=f"nearest: {', '.join(near)}; if the tensors are the same, name one with --family"
+        if near
+        else "name a family of the same tensors with --family",
+    )

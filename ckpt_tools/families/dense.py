@@ -20,7 +20,9 @@ Q_NORM = Copy((HF_LAYER + "self_attn.q_norm.weight",), LAYER + "self_attention.q
 K_NORM = Copy((HF_LAYER + "self_attn.k_norm.weight",), LAYER + "self_attention.k_layernorm.weight", ("d",))
 
 FC1 = gate_up((HF_LAYER + "mlp.gate_proj.weight", HF_LAYER + "mlp.up_proj.weight"), LAYER + "mlp.linear_fc1.weight")
-OPTIONAL_FC1_BIAS: Rows = gate_up((HF_LAYER + "mlp.gate_proj.bias", HF_LAYER + "mlp.up_proj.bias"), LAYER + "mlp.linear_fc1.bias", bias=True, optional=True)
+OPTIONAL_FC1_BIAS: Rows = gate_up(
+    (HF_LAYER + "mlp.gate_proj.bias", HF_LAYER + "mlp.up_proj.bias"), LAYER + "mlp.linear_fc1.bias", bias=True, optional=True
+)
 FC2 = Copy((HF_LAYER + "mlp.down_proj.weight",), LAYER + "mlp.linear_fc2.weight", ("H", "F"))
 OPTIONAL_FC2_BIAS = Copy((HF_LAYER + "mlp.down_proj.bias",), LAYER + "mlp.linear_fc2.bias", ("H",), optional=True)
 

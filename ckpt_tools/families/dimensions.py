@@ -80,7 +80,9 @@ def dimensions(args: Mapping[str, Any]) -> Dimensions:
         symbols["S"] = _need(args, "moe_shared_expert_intermediate_size")
     padded = args.get("padded_vocab_size") or vocab
     if padded < vocab:
-        raise CkptError("E301", "the padded vocabulary is smaller than the vocabulary", expected=f"at least {vocab} rows", found=f"{padded}")
+        raise CkptError(
+            "E301", "the padded vocabulary is smaller than the vocabulary", expected=f"at least {vocab} rows", found=f"{padded}"
+        )
     tied = not args.get("untie_embeddings_and_output_weights", False)
     return Dimensions(symbols, padded, tied, _moe_layers(args, layers, bool(experts)), args)
 
@@ -88,7 +90,9 @@ def dimensions(args: Mapping[str, Any]) -> Dimensions:
 def _need(args: Mapping[str, Any], name: str) -> int:
     value = args.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise CkptError("E301", f"the model's arguments lack a usable {name}", found=repr(value), hint="give the HF config with --hf-config DIR")
+        raise CkptError(
+            "E301", f"the model's arguments lack a usable {name}", found=repr(value), hint="give the HF config with --hf-config DIR"
+        )
     return value
 
 

@@ -131,12 +131,23 @@ def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, 
         else:
             unexpected.append(name)
     if missing:
-        raise CkptError("E303", f"{len(missing)} tensors of a {family.name} model are missing", where=where, expected=_some(missing),
-                        found=_near(missing[0], unexpected or present), hint="the checkpoint is incomplete, or its config is that of another model")
+        raise CkptError(
+            "E303",
+            f"{len(missing)} tensors of a {family.name} model are missing",
+            where=where,
+            expected=_some(missing),
+            found=_near(missing[0], unexpected or present),
+            hint="the checkpoint is incomplete, or its config is that of another model",
+        )
     if unexpected:
-        raise CkptError("E304", f"{len(unexpected)} tensors are unknown to the family {family.name}", where=where, found=_some(sorted(unexpected)),
-                        expected=_near(unexpected[0], [n for b in bindings for n in (b.hf if side == "hf" else (b.mcore,))]),
-                        hint="nothing is skipped silently; if the family is wrong, name it with --family")
+        raise CkptError(
+            "E304",
+            f"{len(unexpected)} tensors are unknown to the family {family.name}",
+            where=where,
+            found=_some(sorted(unexpected)),
+            expected=_near(unexpected[0], [n for b in bindings for n in (b.hf if side == "hf" else (b.mcore,))]),
+            hint="nothing is skipped silently; if the family is wrong, name it with --family",
+        )
     return Bound(tuple(bindings), tuple(sorted(left_out)))
 
 

@@ -53,14 +53,14 @@ _DANGEROUS = (
     "torch.serialization._load", "torch.serialization._legacy_load", "torch.storage._load_from_bytes", "torch.utils.cpp_extension.",
     "torch.utils.collect_env.", "torch.utils.model_zoo.", "torch.distributed.rpc.", "torch.multiprocessing.",
     "torch.ops.", "torch._ops.", "torch.classes.", "torch._inductor.", "torch._dynamo.", "torch.fx.", "torch.from_file", "torch._C.",
-    "torch.distributed.elastic.", "torch.distributed.run.", "torch.testing.", "torch.utils.data.", "torch.utils.benchmark.", "torch.export.",
+    "torch.distributed.elastic.", "torch.distributed.run.", "torch.testing.", "torch.utils.data.", "torch.utils.benchmark.", "torch.export.",  # noqa: E501
     "numpy.load", "numpy.save", "numpy.savez", "numpy.savetxt", "numpy.loadtxt", "numpy.genfromtxt", "numpy.fromfile", "numpy.memmap",
     "numpy.f2py.", "numpy.distutils.", "numpy.testing.", "numpy.lib.", "numpy.ctypeslib.", "numpy.core.memmap.", "numpy._core.memmap.",
     "numpy.core.records.fromfile", "numpy._core.records.fromfile", "numpy.core.multiarray.fromfile", "numpy._core.multiarray.fromfile",
     "pandas.read_", "pandas.eval", "pandas.io.", "pandas.core.computation.", "joblib.", "dill.", "cloudpickle.", "jsonpickle.", "pip.",
     "setuptools.", "pkg_resources.", "IPython.", "ray.", "numba.", "sympy.", "yaml.", "fsspec.", "requests.",
 )  # fmt: skip
-_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "short": "int16", "int": "int32", "long": "int64", "chalf": "complex32",
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "short": "int16", "int": "int32", "long": "int64", "chalf": "complex32",  # noqa: E501
             "cfloat": "complex64", "cdouble": "complex128"}  # fmt: skip
 # dtypes of torch that ckpt has no bytes for, but that may be named as values
 _OTHER_DTYPES = frozenset("complex32 qint8 quint8 qint32 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16".split()) | {

@@ -28,7 +28,13 @@ ROOT = Path(__file__).parents[2]
 RULES: dict[str, tuple[AnyRule, ...]] = {"llama": LLAMA_RULES, "mistral": MISTRAL_RULES, "qwen2": QWEN2_RULES, "qwen3": QWEN3_RULES}
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
-LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 # As the files on the hub say it (transformers 4 spelling), some fields left out as those files do.
 HUB: dict[str, dict[str, Any]] = {
     "llama-2": {
@@ -99,7 +105,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama without kv heads, as the first ones": ("llama-2", {"num_key_value_heads": None}),
     "llama with a fractional rope base": ("llama-2", {"rope_theta": 26214.5}),
 }  # fmt: skip
-CONFIGS = HUB | {name: {k: v for k, v in {**HUB[of], **change}.items() if v is not None or k in HUB[of]} for name, (of, change) in VARIANTS.items()}
+CONFIGS = HUB | {
+    name: {k: v for k, v in {**HUB[of], **change}.items() if v is not None or k in HUB[of]} for name, (of, change) in VARIANTS.items()
+}
 
 
 def rules_of(config: dict[str, Any]) -> tuple[AnyRule, ...]:
@@ -121,7 +129,15 @@ def meaning(config: dict[str, Any]) -> dict[str, Any]:
     from copy import deepcopy
 
     values = hf_class(config).from_dict(deepcopy(config)).to_dict()
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "pretraining_tp", "_name_or_path", "max_window_layers"):
+    for name in (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "transformers_version",
+        "pretraining_tp",
+        "_name_or_path",
+        "max_window_layers",
+    ):
         values.pop(name, None)
     rope = values["rope_parameters"]
     rope.pop("type", None)  # an older name that transformers keeps beside rope_type
@@ -196,7 +212,17 @@ def test_a_template_comes_back_whatever_it_leaves_out(name: str, absent: set[str
     spelling=st.sampled_from(["v4", "v5"]), eps=st.sampled_from([1e-5, 1e-6, 3e-7]),
 )  # fmt: skip
 def test_any_sizes_survive_the_way_through_config_json(
-    family: str, groups: int, per_group: int, head_dim: int, ffn: int, layers: int, vocab: int, tied: bool, theta: float, spelling: str, eps: float
+    family: str,
+    groups: int,
+    per_group: int,
+    head_dim: int,
+    ffn: int,
+    layers: int,
+    vocab: int,
+    tied: bool,
+    theta: float,
+    spelling: str,
+    eps: float,
 ) -> None:
     heads = groups * per_group
     config = {
@@ -255,9 +281,12 @@ def test_k1_no_rope_field_at_all_is_a_stated_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_", "expected"), [({"torch_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({"dtype": "torch.float32"}, "float32"), ({}, None)]
+    ("given_", "expected"),
+    [({"torch_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({"dtype": "torch.float32"}, "float32"), ({}, None)],
 )
-def test_k3_dtype_is_read_in_both_spellings_and_left_to_the_tensors_when_there_is_none(given_: dict[str, str], expected: str | None) -> None:
+def test_k3_dtype_is_read_in_both_spellings_and_left_to_the_tensors_when_there_is_none(
+    given_: dict[str, str], expected: str | None
+) -> None:
     args, _ = args_from_config({k: v for k, v in HUB["llama-2"].items() if k != "torch_dtype"} | given_, LLAMA_RULES)
     assert args.get("params_dtype") == expected
     assert (args.get("bf16"), args.get("fp16")) == ((expected == "bfloat16", expected == "float16") if expected else (None, None))
@@ -336,7 +365,9 @@ def test_c1_padding_is_a_matter_of_divisor_and_tp() -> None:
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
     ],
 )  # fmt: skip
-def test_what_megatron_cannot_hold_is_refused_with_its_values_and_kept_in_the_hf_config_when_forced(change: dict[str, Any], words: list[str]) -> None:
+def test_what_megatron_cannot_hold_is_refused_with_its_values_and_kept_in_the_hf_config_when_forced(
+    change: dict[str, Any], words: list[str]
+) -> None:
     config = {**HUB["llama-3.1"], **change}
     with pytest.raises(CkptError) as caught:
         args_from_config(config, LLAMA_RULES)
@@ -372,7 +403,12 @@ def test_a_malformed_config_is_an_error_that_names_the_field(change: dict[str, A
 
 @pytest.mark.parametrize(
     "change",
-    [{"layer_types": ["full_attention"]}, {"layer_types": ["linear_attention"] * 24}, {"layer_types": ["sliding_attention"] * 24}, {"layer_types": 3}],
+    [
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["linear_attention"] * 24},
+        {"layer_types": ["sliding_attention"] * 24},
+        {"layer_types": 3},
+    ],
 )
 def test_layer_types_that_do_not_fit_the_model_are_malformed(change: dict[str, Any]) -> None:
     with pytest.raises(CkptError, match=r"layer|unusable"):
@@ -428,7 +464,11 @@ print(json.dumps({k: plain(v) for k, v in vars(state["args"]).items()}))
 
 def real_variants(shared: Path) -> list[Path]:
     """Folders of checkpoints whose arguments lie in a file that torch.load reads."""
-    found = sorted(p for p in (shared / "real").iterdir() if list(p.glob("mcore/*/common.pt")) or list(p.glob("mcore/*/mp_rank_00*/model_optim_rng.pt")))
+    found = sorted(
+        p
+        for p in (shared / "real").iterdir()
+        if list(p.glob("mcore/*/common.pt")) or list(p.glob("mcore/*/mp_rank_00*/model_optim_rng.pt"))
+    )
     assert len(found) > 10
     return found
 
@@ -445,9 +485,16 @@ def canonical_names(variant: Path) -> set[str]:
 
     with safe_open(variant / "expected.safetensors", "np") as file:
         names = set(file.keys())
-    ends = {"q_proj.bias": "linear_qkv.bias", "o_proj.bias": "linear_proj.bias", "q_norm.weight": "q_layernorm.weight", "q_proj.weight": "linear_qkv.weight"}
+    ends = {
+        "q_proj.bias": "linear_qkv.bias",
+        "o_proj.bias": "linear_proj.bias",
+        "q_norm.weight": "q_layernorm.weight",
+        "q_proj.weight": "linear_qkv.weight",
+    }
     moe = {"decoder.layers.0.mlp.router.weight"} if any(".gate.weight" in n for n in names) else set()
-    return moe | {f"decoder.layers.{n.split('.')[2]}.self_attention.{m}" for n in names for e, m in ends.items() if n.endswith("self_attn." + e)}
+    return moe | {
+        f"decoder.layers.{n.split('.')[2]}.self_attention.{m}" for n in names for e, m in ends.items() if n.endswith("self_attn." + e)
+    }
 
 
 @pytest.mark.oracle
@@ -471,7 +518,12 @@ def test_the_config_of_real_checkpoints_is_rebuilt_from_their_own_arguments(shar
 
 def test_the_family_is_told_from_arguments_and_names() -> None:
     layer = "decoder.layers.0.self_attention."
-    for hub, names in {"llama-2": set(), "mistral-7b": set(), "qwen2.5": {layer + "linear_qkv.bias"}, "qwen3": {layer + "q_layernorm.weight"}}.items():
+    for hub, names in {
+        "llama-2": set(),
+        "mistral-7b": set(),
+        "qwen2.5": {layer + "linear_qkv.bias"},
+        "qwen3": {layer + "q_layernorm.weight"},
+    }.items():
         args, _ = args_from_config(HUB[hub], rules_of(HUB[hub]))
         assert infer_family(args, names)[0] == HUB[hub]["model_type"]
     args, _ = args_from_config(HUB["llama-2"], LLAMA_RULES)
@@ -484,8 +536,18 @@ def test_the_family_is_told_from_arguments_and_names() -> None:
 
 def test_older_names_of_arguments_are_understood() -> None:
     args, _ = args_from_config(HUB["llama-2"], LLAMA_RULES)
-    old = {k: v for k, v in args.items() if k not in ("layernorm_epsilon", "add_bias_linear", "kv_channels", "position_embedding_type", "num_query_groups")}
-    old |= {"norm_epsilon": 1e-5, "disable_bias_linear": True, "use_rotary_position_embeddings": True, "group_query_attention": False, "num_query_groups": 1}
+    old = {
+        k: v
+        for k, v in args.items()
+        if k not in ("layernorm_epsilon", "add_bias_linear", "kv_channels", "position_embedding_type", "num_query_groups")
+    }
+    old |= {
+        "norm_epsilon": 1e-5,
+        "disable_bias_linear": True,
+        "use_rotary_position_embeddings": True,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+    }
     assert write(old, "llama") == write(args, "llama")
 
 
@@ -493,7 +555,9 @@ def test_older_names_of_arguments_are_understood() -> None:
 
 MCORE019 = Path(sys.prefix) / "mcore019"
 TRAINING = MCORE019 / "megatron" / "training"
-needs_training = pytest.mark.skipif(not TRAINING.is_dir(), reason="megatron-core 0.19.2, which ships megatron.training, is not unpacked in the environment")
+needs_training = pytest.mark.skipif(
+    not TRAINING.is_dir(), reason="megatron-core 0.19.2, which ships megatron.training, is not unpacked in the environment"
+)
 
 
 @needs_training
@@ -503,9 +567,17 @@ def test_every_attribute_that_megatrons_loader_reads_is_stored() -> None:
         if not isinstance(node, ast.Call):
             continue
         name, literals = getattr(node.func, "id", None), [a.value for a in node.args if isinstance(a, ast.Constant)]
-        if name in ("_set_arg", "_compare") or (name in ("getattr", "hasattr") and getattr(node.args[0], "id", "") in ("checkpoint_args", "ckpt_args")):
+        if name in ("_set_arg", "_compare") or (
+            name in ("getattr", "hasattr") and getattr(node.args[0], "id", "") in ("checkpoint_args", "ckpt_args")
+        ):
             read.update(v for v in literals if isinstance(v, str))
-    assert {"rotary_base", "padded_vocab_size", "consumed_train_samples", "no_save_optim", "tensor_model_parallel_size"} < read  # the parse works
+    assert {
+        "rotary_base",
+        "padded_vocab_size",
+        "consumed_train_samples",
+        "no_save_optim",
+        "tensor_model_parallel_size",
+    } < read  # the parse works
     stored = checkpoint_args(args_from_config(HUB["llama-2"], LLAMA_RULES)[0], layout={}, iteration=1)
     # left out: what would be negated again, what only tests a name of checkpoints before 3.0, and values of getattr's default
     assert read - stored.keys() - {"disable_bias_linear", "model_parallel_size", "vanilla"} == set()
@@ -606,7 +678,14 @@ def test_megatrons_own_use_checkpoint_args_finds_the_model_in_what_is_stored(tmp
 
 def test_stored_arguments_of_a_source_are_kept_and_its_run_is_not() -> None:
     args, _ = args_from_config(HUB["llama-2"], LLAMA_RULES)
-    source = {**args, "seed": 5, "consumed_train_samples": 20, "tensor_model_parallel_size": 8, "attention_backend": object(), "tokenizer_type": "HuggingFaceTokenizer"}
+    source = {
+        **args,
+        "seed": 5,
+        "consumed_train_samples": 20,
+        "tensor_model_parallel_size": 8,
+        "attention_backend": object(),
+        "tokenizer_type": "HuggingFaceTokenizer",
+    }
     stored = checkpoint_args(source, layout={"tensor_model_parallel_size": 2, "context_parallel_size": 2}, iteration=3)
     assert (stored["seed"], stored["tokenizer_type"]) == (5, "HuggingFaceTokenizer")
     assert (stored["consumed_train_samples"], stored["tensor_model_parallel_size"], stored["world_size"]) == (0, 2, 4)
@@ -702,7 +781,9 @@ DEEPSEEK = extend(
 def test_qwen3_moe_can_be_said_with_the_same_kinds(step: dict[str, Any]) -> None:
     from transformers import Qwen3MoeConfig
 
-    real = Qwen3MoeConfig(num_hidden_layers=6, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=96, norm_topk_prob=True, head_dim=64, **step)
+    real = Qwen3MoeConfig(
+        num_hidden_layers=6, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=96, norm_topk_prob=True, head_dim=64, **step
+    )
     config = json.loads(real.to_json_string())
     args, _ = args_from_config(config, QWEN3_MOE)
     assert (args["num_experts"], args["moe_router_pre_softmax"]) == (16, False)
@@ -711,11 +792,23 @@ def test_qwen3_moe_can_be_said_with_the_same_kinds(step: dict[str, Any]) -> None
     written, _ = config_from_args(args, QWEN3_MOE, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe")
     again = Qwen3MoeConfig.from_dict(written)
     assert [(i + 1) % again.decoder_sparse_step == 0 and i not in again.mlp_only_layers for i in range(6)] == sparse
-    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "head_dim", "rope_parameters", "layer_types"):
+    for name in (
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "head_dim",
+        "rope_parameters",
+        "layer_types",
+    ):
         assert getattr(again, name) == getattr(real, name)
     assert config_from_args(args, QWEN3_MOE, architectures=[], model_type="", template=config)[0] == config
     # Megatron says a frequency as one number, counted from layer 0; a template that says the same is left alone
-    same, _ = config_from_args({**args, "moe_layer_freq": 1}, QWEN3_MOE, architectures=[], model_type="", template=config) if all(sparse) else (config, ())
+    same, _ = (
+        config_from_args({**args, "moe_layer_freq": 1}, QWEN3_MOE, architectures=[], model_type="", template=config)
+        if all(sparse)
+        else (config, ())
+    )
     assert same == config
 
 
@@ -723,14 +816,30 @@ def test_qwen3_moe_can_be_said_with_the_same_kinds(step: dict[str, Any]) -> None
 def test_deepseek_v3_can_be_said_with_the_same_kinds() -> None:
     from transformers import DeepseekV3Config
 
-    real = DeepseekV3Config(num_hidden_layers=6, first_k_dense_replace=2, n_routed_experts=16, n_shared_experts=2, moe_intermediate_size=96, q_lora_rank=None, n_group=1)
+    real = DeepseekV3Config(
+        num_hidden_layers=6,
+        first_k_dense_replace=2,
+        n_routed_experts=16,
+        n_shared_experts=2,
+        moe_intermediate_size=96,
+        q_lora_rank=None,
+        n_group=1,
+    )
     config = json.loads(real.to_json_string())
     args, _ = args_from_config(config, DEEPSEEK)
     assert (args["moe_layer_freq"], args["moe_shared_expert_intermediate_size"]) == ([0, 0, 1, 1, 1, 1], 192)
     assert (args["q_lora_rank"], args["moe_router_num_groups"], args["mtp_num_layers"]) == (None, None, None)
     written, _ = config_from_args(args, DEEPSEEK, architectures=[], model_type="deepseek_v3")
     again = DeepseekV3Config.from_dict(written)
-    for name in ("first_k_dense_replace", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "q_lora_rank", "n_group", "kv_lora_rank"):
+    for name in (
+        "first_k_dense_replace",
+        "n_routed_experts",
+        "n_shared_experts",
+        "moe_intermediate_size",
+        "q_lora_rank",
+        "n_group",
+        "kv_lora_rank",
+    ):
         assert getattr(again, name) == getattr(real, name)
     assert config_from_args(args, DEEPSEEK, architectures=[], model_type="", template=config)[0] == config
     with pytest.raises(CkptError, match="renormalises"):
@@ -753,7 +862,11 @@ def test_one_size_given_twice_with_different_numbers_is_an_error() -> None:
 
 
 def test_a_familys_own_rule_replaces_the_base_rule_for_the_same_argument() -> None:
-    rules = extend((Rule(("a",), "x"), Constant("y", 1), Choice(("c",), (("v", (("z", 1),)),), "why")), Rule(("b",), "x", default=Derived("q")), Constant("z", 2))
+    rules = extend(
+        (Rule(("a",), "x"), Constant("y", 1), Choice(("c",), (("v", (("z", 1),)),), "why")),
+        Rule(("b",), "x", default=Derived("q")),
+        Constant("z", 2),
+    )
     assert [getattr(r, "arg", None) for r in rules] == ["y", "x", "z"]
     assert all(len([r for r in rules if isinstance(r, Constant) and r.arg == "add_qkv_bias"]) <= 1 for rules in RULES.values())
     used = {r.name for rules in (*RULES.values(), QWEN3_MOE, DEEPSEEK) for r in rules if isinstance(r, Computed)}
@@ -762,5 +875,7 @@ def test_a_familys_own_rule_replaces_the_base_rule_for_the_same_argument() -> No
 
 def test_rules_cost_no_numpy_and_no_torch_to_import() -> None:
     code = "import sys, ckpt_tools.families.config_rules, ckpt_tools.families.config; print([m for m in ('numpy', 'torch', 'transformers', 'safetensors') if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
+    )
     assert run.stdout.strip() == "[]"

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, open_checkpoint
-    from .conversion import ConvertOptions, plan, plan_conversion, run_conversion
+    from .conversion import plan, plan_conversion, run_conversion
     from .errors import CkptError
     from .execution import Result, execute
     from .layout import ParallelLayout
     from .lazy import LazyTensor
+    from .options import ConvertOptions
     from .planning import Plan
     from .tensors import Chunk, Extent, TensorMetadata
     from .views import View, as_hf, as_mcore
@@ -26,7 +27,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "Checkpoint": "checkpoint",
     "open_checkpoint": "checkpoint",
-    "ConvertOptions": "conversion",
+    "ConvertOptions": "options",
     "plan_conversion": "conversion",
     "run_conversion": "conversion",
     "plan": "conversion",

@@ -15,6 +15,7 @@ from .location import Location, locate
 from .tensors import TensorMetadata, check_tiling
 
 if TYPE_CHECKING:
+    from .formats.torch_legacy import Legacy
     from .lazy import LazyTensor
 
 EXTRA_STATE = "_extra_state"
@@ -36,7 +37,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     config: dict[str, Any] | None = None
     common: dict[str, Any] | None = None
     objects: dict[str, torch_dist_format.StoredObject] = field(default_factory=dict)
-    details: hf_format.HfFolder | torch_dist_format.TorchDist | None = None
+    details: hf_format.HfFolder | torch_dist_format.TorchDist | Legacy | None = None
     warnings: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -117,6 +118,11 @@ def open_location(location: Location) -> Checkpoint:
         return Checkpoint(
             location, location.format, tensors, None, opened.common, opened.objects, opened, (*location.warnings, *opened.warnings)
         )
+    if location.format == "torch":
+        from .formats.torch_legacy import open_legacy
+
+        legacy = open_legacy(location.directory)
+        return Checkpoint(location, "torch", legacy.tensors, None, legacy.common, details=legacy, warnings=location.warnings)
     if location.format == "state":
         common, _ = torch_dist_format._common(location.directory, {})
         return Checkpoint(location, "state", {}, None, common, warnings=location.warnings)

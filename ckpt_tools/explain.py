@@ -94,6 +94,15 @@ ckpt recognised the format but has no reader for it. `ckpt inspect` may still te
     "E222": Explanation("there are no model weights in this checkpoint", """\
 It holds optimizer or other state only. In a split checkpoint the weights lie beside it as safetensors: convert those."""),
     # ---- names, shapes, configs
+    "E223": Explanation("files of some ranks are missing", """\
+A legacy checkpoint has one mp_rank folder per tensor-, pipeline- and expert-parallel rank. The stored args say how many there
+must be, and some are not there: the save was cut short, or only the folders of one node were copied."""),
+    "E224": Explanation("the ranks of a legacy checkpoint do not fit together", """\
+Rank files disagree about layers, shapes or sizes, or hold names that ckpt does not know (checkpoints from before
+Megatron-Core among them). The message names the file and what was found."""),
+    "E225": Explanation("copies that should be equal are not", """\
+Norms, routers and tied embeddings are stored by several ranks and must be the same everywhere. Here they drifted apart, which
+a missing gradient reduction in training does. ckpt neither averages nor chooses: --replicas first takes the first rank's copy."""),
     "E301": Explanation("the model's sizes do not fit together", """\
 Heads, groups, layers, vocabulary and hidden size come from the stored arguments or from config.json, and here they
 contradict each other or are missing. Give the right config with --hf-config DIR."""),

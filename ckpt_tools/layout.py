@@ -5,6 +5,7 @@ Sources: Megatron-LM parallel_state.py (rank order tp-cp-ep-dp-pp), transformer_
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,12 @@ from .tensors import Shape
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """Sizes of a parallel layout. tp tensor, pp pipeline, vpp virtual stages per pipeline rank, ep expert, etp expert tensor
-    (None = tp, as in Megatron), cp context, dp data."""
+    (None = tp, as in Megatron), cp context, dp data.
+
+    first_layers, last_layers  decoder layers of the first / last pipeline stage when they differ from the others.
+    pipeline  a layout string as Megatron takes it ("Et*3|(t*4|)*2t*3L"): E embedding, t a layer, m an MTP layer, L the loss; stages are
+    separated by |, in the order in which activations pass them.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -25,6 +31,9 @@ class ParallelLayout:
     etp: int | None = None
     cp: int = 1
     dp: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
+    pipeline: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "ep", "cp", "dp"):
@@ -45,16 +54,86 @@ class ParallelLayout:
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.expert_tp,
             "data_parallel_size": self.dp,
-            "world_size": self.tp * self.pp * self.cp * self.dp,
+            "world_size": max(self.tp * self.cp, self.stage_ranks) * self.pp * self.dp,
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "decoder_first_pipeline_num_layers": self.first_layers,
+            "decoder_last_pipeline_num_layers": self.last_layers,
+            "pipeline_model_parallel_layout": self.pipeline,
         }
 
-    def stage(self, layer: int, layers: int) -> int:
-        """Pipeline stage that holds a decoder layer. E402 when the layers cannot be split evenly."""
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage that hold different things: the smallest number that both tp and ep x etp divide, times dp."""
+        return math.lcm(self.tp, self.ep * self.expert_tp)
+
+    def stages(self, layers: int) -> dict[tuple[int, int], list[int]]:
+        """(pipeline stage, virtual stage) -> the global decoder layers it holds. E402 when they do not add up."""
+        if self.pipeline is not None:
+            counts = [text.count("t") for text in expand_pipeline(self.pipeline)]
+            if len(counts) % self.pp:
+                raise CkptError(
+                    "E402",
+                    "the pipeline layout does not fit the pipeline size",
+                    expected=f"a multiple of {self.pp} stages",
+                    found=f"{len(counts)}",
+                )
+        else:
+            counts = self._even(layers)
+        if sum(counts) != layers:
+            raise CkptError(
+                "E402", "the pipeline stages do not hold all layers", expected=f"{layers} layers", found=f"{' + '.join(map(str, counts))}"
+            )
+        result, start = {}, 0
+        for index, count in enumerate(counts):
+            result[index % self.pp, index // self.pp] = list(range(start, start + count))
+            start += count
+        return result
+
+    def _even(self, layers: int) -> list[int]:
         parts = self.pp * self.vpp
-        if layers % parts:
-            raise CkptError("E402", f"{layers} layers cannot be split evenly over pp {self.pp} x vpp {self.vpp}")
-        return layer // (layers // parts) % self.pp
+        if self.first_layers is None and self.last_layers is None:
+            if layers % parts:
+                raise CkptError(
+                    "E402",
+                    f"{layers} layers cannot be split evenly over pp {self.pp} x vpp {self.vpp}",
+                    hint="give --pipeline-layout, or other sizes for the first and last stage",
+                )
+            return [layers // parts] * parts
+        fixed = {i: n for i, n in ((0, self.first_layers), (self.pp - 1, self.last_layers)) if n is not None}
+        rest, left = self.pp - len(fixed), layers - sum(fixed.values())
+        if left < 0 or (rest == 0 and left) or (rest and left % rest):
+            raise CkptError(
+                "E402",
+                "the pipeline stages do not hold all layers",
+                expected=f"{layers} layers",
+                found=f"{fixed} and {left} for the {rest} other stages",
+            )
+        per_stage = [fixed.get(i, left // rest if rest else 0) for i in range(self.pp)]
+        if any(n % self.vpp for n in per_stage):
+            raise CkptError(
+                "E402", "a stage's layers cannot be split evenly over its virtual stages", found=f"{per_stage} layers, vpp {self.vpp}"
+            )
+        return [per_stage[i % self.pp] // self.vpp for i in range(parts)]
+
+    def stage(self, layer: int, layers: int) -> int:
+        """Pipeline stage that holds a decoder layer. E402 when the layers cannot be split."""
+        return next(pp for (pp, _), held in self.stages(layers).items() if layer in held)
+
+
+def expand_pipeline(text: str) -> list[str]:
+    """A pipeline layout string as one string of E, t, m, L per stage: "Et*2|(t|)*2L" -> ["Ett", "t", "t", "L"]. E402 for other letters.
+
+    Source: megatron-core 0.16 pipeline_parallel_layer_layout.py (commas are ignored, x*n repeats a letter or a bracket).
+    """
+    bare = text.replace(",", "").replace(" ", "")
+    while match := re.search(r"\(([^()]*)\)\*(\d+)|([EtmL|])\*(\d+)", bare):
+        body, times = (match[1], match[2]) if match[2] else (match[3], match[4])
+        if int(times) > 10_000 or len(bare) > 100_000:
+            raise CkptError("E402", "the pipeline layout is too long", found=text[:80])
+        bare = bare[: match.start()] + body * int(times) + bare[match.end() :]
+    if re.fullmatch(r"[EtmL|]*", bare) is None:
+        raise CkptError("E402", "the pipeline layout cannot be understood", expected="E, t, m, L, |, (...)*n", found=text[:80])
+    return bare.split("|")
 
 
 # How tensor parallelism cuts a canonical Megatron tensor: axis 0 or 1, "glu" = gate and up halves of axis 0 each on their own.

@@ -31,7 +31,7 @@ class View(Mapping[str, "LazyTensor"]):
 
     source: Checkpoint
     naming: str
-    family: Family
+    family: Family | None
     args: dict[str, Any]
     dims: Dimensions
     config: dict[str, Any] | None
@@ -61,7 +61,12 @@ def as_mcore(
     """
     if checkpoint.format == "hf":
         return _mcore_from_hf(checkpoint, family, padded_vocab, allow_unrepresentable)
-    model = megatron_model(checkpoint, family, None)
+    try:
+        model = megatron_model(checkpoint, family, None)
+    except CkptError as error:
+        if error.code != "E310" or family is not None:
+            raise
+        return _mcore_of_unknown_family(checkpoint)
     names = [b.mcore for b in model.bound.bindings]
     return View(
         checkpoint,
@@ -94,6 +99,18 @@ def as_hf(checkpoint: Checkpoint, *, family: str | None = None, hf_config: Mappi
         tensors.update(_hf_tensors(binding, dims, model.tensors[binding.mcore]))
     ordered = {n: tensors[n] for n in hf_order(n for b in bound.bindings for n in b.hf)}
     return View(checkpoint, "hf", model.family, model.args, dims, model.config, ordered, _kept(bound, "hf"), model.notes)
+
+
+def _mcore_of_unknown_family(checkpoint: Checkpoint) -> View:
+    """Megatron's own tensors of a model that no family describes: they can be moved between layouts all the same."""
+    where = checkpoint.location.directory
+    tensors = canonical_tensors(checkpoint.locate_all(list(checkpoint.weights)), where)
+    args = dict(checkpoint.args or {})
+    args["padded_vocab_size"] = _rows(tensors, args)
+    notes: list[Note] = []
+    _true_vocab(args, notes, where)
+    notes.append(Note("assumed", "", "no family that ckpt knows has these tensors: they are moved under Megatron's own names"))
+    return View(checkpoint, "mcore", None, args, dimensions(args), None, tensors, frozenset(), tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)

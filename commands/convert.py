@@ -21,7 +21,7 @@ def convert(
         str, typer.Argument(metavar="SRC", help="Run folder, one iteration folder, HF folder or .safetensors file.", show_default=False)
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make; must not exist or be empty.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", help="Format to write: hf or torch_dist.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help="Format to write: hf, torch_dist or torch (legacy).", show_default=False)],
     iteration: Annotated[str, typer.Option(help="latest (what the tracker says), a number, or release.")] = "latest",
     hf_config: Annotated[
         Path | None,
@@ -31,15 +31,11 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help="Cast floating tensors to this dtype; default: keep each tensor's own.", show_default=False)
     ] = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option("--max-shard-size", help="Largest file, such as 5GB.", show_default=False)
-    ] = None,
+    max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", help="Largest file, such as 5GB.", show_default=False)] = None,
     layer_keys: Annotated[
         str, typer.Option("--layer-keys", help="torch_dist keys: stacked, per-layer, or auto (as Megatron would).")
     ] = "auto",
-    as_iteration: Annotated[
-        int | None, typer.Option("--as-iteration", help="Write iter_N instead of release.", show_default=False)
-    ] = None,
+    as_iteration: Annotated[int | None, typer.Option("--as-iteration", help="Write iter_N instead of release.", show_default=False)] = None,
     tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="Cut pieces for this tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Spread files over this many pipeline stages.")] = 1,
     ep: Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", help="Spread experts over this many ranks.")] = 1,
@@ -49,6 +45,23 @@ def convert(
             "--etp", "--expert-tensor-parallel-size", help="Tensor-parallel size of experts; default: as --tp.", show_default=False
         ),
     ] = None,
+    vpp: Annotated[int, typer.Option("--vpp", help="Virtual stages per pipeline rank (legacy).")] = 1,
+    first_layers: Annotated[
+        int | None,
+        typer.Option("--decoder-first-pipeline-num-layers", help="Layers of the first stage, when uneven.", show_default=False),
+    ] = None,
+    last_layers: Annotated[
+        int | None, typer.Option("--decoder-last-pipeline-num-layers", help="Layers of the last stage, when uneven.", show_default=False)
+    ] = None,
+    pipeline_layout: Annotated[
+        str | None,
+        typer.Option(
+            "--pipeline-layout", "--pipeline-model-parallel-layout", help="Layout string as Megatron takes it.", show_default=False
+        ),
+    ] = None,
+    spec: Annotated[str | None, typer.Option("--spec", help="Names of the legacy format: te or local.", show_default=False)] = None,
+    replicas: Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")] = "refuse",
+    optimizer: Annotated[str, typer.Option("--optimizer", help="keep, or none to leave optimizer state behind.")] = "keep",
     divisible_by: Annotated[
         int | None,
         typer.Option(
@@ -72,9 +85,7 @@ def convert(
         bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
-    save_plan: Annotated[
-        Path | None, typer.Option("--save-plan", help="Write the plan as JSON to this file.", show_default=False)
-    ] = None,
+    save_plan: Annotated[Path | None, typer.Option("--save-plan", help="Write the plan as JSON to this file.", show_default=False)] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace DST, which stays as it is until the new one is complete.")
     ] = False,
@@ -91,8 +102,9 @@ def convert(
     DST appears only when it is complete. Every cast, padding, cut and dropped tensor is listed.
     """
     from ..checkpoint import open_checkpoint
-    from ..conversion import ConvertOptions, plan_conversion, run_conversion
+    from ..conversion import plan_conversion, run_conversion
     from ..layout import ParallelLayout
+    from ..options import ConvertOptions
     from ..planning import to_json
     from .convert_report import report_plan, report_result
     from .output import Output, parse_size
@@ -105,12 +117,17 @@ def convert(
         hf_config=str(hf_config) if hf_config else None,
         dtype=dtype,
         layer_keys=layer_keys,
-        layout=ParallelLayout(tp=tp, pp=pp, ep=ep, etp=etp),
+        layout=ParallelLayout(
+            tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, first_layers=first_layers, last_layers=last_layers, pipeline=pipeline_layout
+        ),
         iteration=as_iteration,
         max_shard_size=parse_size(max_shard_size) if max_shard_size else None,
         divisible_by=divisible_by,
         padded_vocab=padded_vocab,
         vocab=vocab,
+        spec=spec,
+        replicas=replicas,
+        optimizer=optimizer,
         weights_from=weights_from,
         strip_remote_code=strip_remote_code,
         allow_unrepresentable=force,

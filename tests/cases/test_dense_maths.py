@@ -27,7 +27,7 @@ TORCH_DIST = ("--to", "torch_dist", "--make-vocab-size-divisible-by", "8")
 def convert_to_mcore(source, target, *options):
     done = ckpt("convert", source, target, *TORCH_DIST, *options)
     assert done.returncode == 0, done.stderr
-    return read_torch_dist(target / "release")
+    return read_torch_dist(next(p for p in target.iterdir() if p.is_dir()))
 
 
 @pytest.mark.case("C1")

@@ -13,6 +13,7 @@ from .errors import CkptError
 from .execution import Progress, Result, execute
 from .formats.hf_writer import TargetLayout, layout_hf
 from .formats.torch_legacy import Legacy, check_replicas
+from .hf_layouts import family_names
 from .hf_template import final_config, find_template, side_copies
 from .megatron_target import has_optimizer, lay_out, prepared
 from .notes import Note
@@ -229,9 +230,13 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     checkpoint, _ = choose_weights(checkpoint, options)
     result = open_checkpoint(written)
     if checkpoint.format == "hf":
-        found = as_hf(result, family=options.family, hf_config=checkpoint.config).tensors if result.format != "hf" else result.tensors
-        left_out = {n.subject for n in as_mcore(checkpoint, family=options.family, allow_unrepresentable=True).notes if n.kind == "dropped"}
-        expected = {n: t for n, t in checkpoint.tensors.items() if n not in left_out}
+        if result.format == "hf":
+            return compare(checkpoint.tensors, result.tensors, buffer=buffer, threads=threads)
+        found = as_hf(result, family=options.family, hf_config=checkpoint.config).tensors
+        taken = as_mcore(checkpoint, family=options.family, allow_unrepresentable=True)
+        left_out = {n.subject for n in taken.notes if n.kind == "dropped"}
+        stored = family_names(checkpoint.tensors, taken.family, checkpoint.location.directory) if taken.family else checkpoint.tensors
+        expected = {n: t for n, t in stored.items() if n not in left_out}
     else:
         source = as_mcore(_with_vocab(checkpoint, options), family=options.family)
         rows = int(source.args.get("vocab_size") or source.dims.padded_vocab)

@@ -66,7 +66,8 @@ def named_weights(opened: Opened) -> tuple[dict[str, TensorMetadata], str, str]:
             raise
         return checkpoint.locate_all(list(weights)), "stored", f"stored names, because {error.what}"
     said = "; ".join(n.text for n in view.notes if n.kind == "assumed" and "padding" in n.text)
-    return view.tensors, "hf", f"as a {view.family.name if view.family else 'Megatron'} model under its Hugging Face names" + (f"; {said}" if said else "")
+    name = view.family.name if view.family else "Megatron"
+    return view.tensors, "hf", f"as a {name} model under its Hugging Face names" + (f"; {said}" if said else "")
 
 
 def _without_copies(opened: Opened) -> dict[str, TensorMetadata]:

@@ -16,6 +16,7 @@ from .families import family_named, family_of_config
 from .families.config import args_from_config, config_from_args, infer_family
 from .families.dimensions import Dimensions, dimensions
 from .families.family import Binding, Bound, Family, bind
+from .hf_layouts import family_names
 from .naming import canonical_tensors
 from .notes import Note
 from .tensors import Chunk, Shape, TensorMetadata, intersect
@@ -198,12 +199,13 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
     notes = [Note("config", "", text) for text in told]
     args["padded_vocab_size"] = padded_vocab or args.get("vocab_size")
     dims = dimensions(args)
-    bound = bind(fam, dims, checkpoint.tensors, "hf", where)
+    stored = family_names(checkpoint.tensors, fam, where)
+    bound = bind(fam, dims, stored, "hf", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
     tensors = {}
     for binding in bound.bindings:
-        _check_shapes(binding, dims, "hf", checkpoint.tensors, where)
-        tensors[binding.mcore] = _mcore_tensor(binding, dims, checkpoint.tensors)
+        _check_shapes(binding, dims, "hf", stored, where)
+        tensors[binding.mcore] = _mcore_tensor(binding, dims, stored)
     return View(checkpoint, "mcore", fam, args, dims, config, tensors, _kept(bound, "mcore"), tuple(notes))
 
 

@@ -85,8 +85,8 @@ def infer_family(args: Mapping[str, Any], tensor_names: Collection[str]) -> tupl
     """
     known = effective_args(args)
     ends = {name.rpartition("layers.")[2].partition(".")[2] for name in tensor_names}
+    experts = bool(known.get("num_experts")) or any(e.startswith("mlp.router.") for e in ends)
     other = (
-        ("experts", bool(known.get("num_experts")) or any(e.startswith("mlp.router.") for e in ends)),
         ("multi-latent attention", bool(known.get("multi_latent_attention"))),
         ("an MLP without SwiGLU", known.get("swiglu") is False),
         ("LayerNorm", known.get("normalization") == "LayerNorm" or any(e.endswith("layer_norm_bias") for e in ends)),
@@ -100,6 +100,15 @@ def infer_family(args: Mapping[str, Any], tensor_names: Collection[str]) -> tupl
             f"the family of this checkpoint cannot be told from its arguments: it has {', '.join(reasons)}",
             hint="name it with --family, or give the HF config with --hf-config DIR",
         )
+    if experts:
+        if "mlp.shared_experts.gate_weight" in ends:
+            return "qwen2_moe", "experts, and a shared one with a gate"
+        if "self_attention.q_layernorm.weight" in ends and not any("shared_experts" in e or "expert_bias" in e for e in ends):
+            return "qwen3_moe", "experts in softmax routing, norms on the heads of q and k"
+        if not any("shared_experts" in e or "expert_bias" in e or e.endswith("bias") for e in ends):
+            return "mixtral", "experts in softmax routing, no norms on q and k, no shared expert"
+        raise CkptError("E310", "the family of this checkpoint cannot be told from its arguments: it has experts of an unusual kind",
+                        hint="name it with --family, or give the HF config with --hf-config DIR")  # fmt: skip
     if "self_attention.q_layernorm.weight" in ends:
         return "qwen3", "norms on the heads of q and k"
     biased, projected = "self_attention.linear_qkv.bias" in ends, "self_attention.linear_proj.bias" in ends

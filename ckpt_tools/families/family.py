@@ -13,12 +13,31 @@ from .mappings import Mapping
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """An HF tensor that holds all experts of a layer: `hf` with `{l}`, shape (experts, rows, columns), its rows being those of `parts`
+    (names under the layer, with `{e}`) one after the other; transposed: (experts, columns, rows)."""
+
+    hf: str
+    parts: tuple[str, ...]
+    transposed: bool = False
+
+
+# As transformers 5 holds most families in memory, and writes them with save_original_format=False.
+PER_EXPERT = (
+    Fused("model.layers.{l}.mlp.experts.gate_up_proj", ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight")),
+    Fused("model.layers.{l}.mlp.experts.down_proj", ("mlp.experts.{e}.down_proj.weight",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A model family as data.
 
     model_types, architectures   what config.json calls it; the first of each is written when there is no HF config to follow.
     rules      relations between config.json fields and Megatron arguments (families.config).
     tensors    mappings in the order of the HF module tree (it decides how transformers cuts shards).
+    fused      HF tensors that hold all experts of a layer, read as one tensor per expert.
+    renamed    other spellings of HF names (pattern, replacement), read as the family's own.
     ignored    HF name pattern -> why such a tensor carries no weight of its own.
     """
 
@@ -27,6 +46,8 @@ class Family:
     architectures: tuple[str, ...]
     rules: tuple[AnyRule, ...]
     tensors: tuple[Mapping, ...]
+    fused: tuple[Fused, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[tuple[str, str], ...] = (
         (r".*\.rotary_emb\.inv_freq", "computed from the config"),
         (r".*\.attn\.(masked_)?bias", "a causal mask"),

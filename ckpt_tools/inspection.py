@@ -1,8 +1,8 @@
 """Everything that the headers of a checkpoint tell: what `ckpt inspect` shows, as data.
 
-    opened = open_for_inspection("runs/llama")
-    found = inspect(opened)
-    found.weights.parameters, found.optimizer.reshardable
+opened = open_for_inspection("runs/llama")
+found = inspect(opened)
+found.weights.parameters, found.optimizer.reshardable
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _DANGEROUS = (
     "torch.load", "torch.save", "torch.hub.", "torch.jit.", "torch.package.", "torch.compile", "torch.serialization.load",
     "torch.serialization._load", "torch.serialization._legacy_load", "torch.storage._load_from_bytes", "torch.utils.cpp_extension.",
     "torch.utils.collect_env.", "torch.utils.model_zoo.", "torch.distributed.rpc.", "torch.multiprocessing.",
-    "torch.ops.", "torch._ops.", "torch.classes.", "torch._inductor.", "torch._dynamo.", "torch.fx.", "torch.from_file", "torch._C.",
+    "torch.ops.", "torch._ops.", "torch.classes.", "torch._inductor.", "torch._dynamo.", "torch.fx.", "torch.from_file", "torch._C._",
     "torch.distributed.elastic.", "torch.distributed.run.", "torch.testing.", "torch.utils.data.", "torch.utils.benchmark.", "torch.export.",  # noqa: E501
     "numpy.load", "numpy.save", "numpy.savez", "numpy.savetxt", "numpy.loadtxt", "numpy.genfromtxt", "numpy.fromfile", "numpy.memmap",
     "numpy.f2py.", "numpy.distutils.", "numpy.testing.", "numpy.lib.", "numpy.ctypeslib.", "numpy.core.memmap.", "numpy._core.memmap.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import lcm
 from typing import NamedTuple
 
 from .errors import CkptError
@@ -33,16 +32,21 @@ def ranks(layout: ParallelLayout) -> tuple[Rank, ...]:
     Source: Megatron-Core 0.16.1 parallel_state.py, rank order tp-cp-ep-dp-pp for both groups.
     """
     etp = layout.expert_tp
-    per_stage = lcm(layout.tp, etp * layout.ep)
-    return tuple(Rank(i % layout.tp, pp, i // etp % layout.ep, i % etp) for pp in range(layout.pp) for i in range(per_stage))
+    return tuple(Rank(i % layout.tp, pp, i // etp % layout.ep, i % etp) for pp in range(layout.pp) for i in range(layout.stage_ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Where decoder layers live. chunks[pp][chunk] = global layers in order (one chunk per virtual stage); places = the same, by layer."""
+    """Where decoder layers live. chunks[pp][chunk] = global layers in order (one chunk per virtual stage); places = global layer ->
+    (pp, chunk, local layer)."""
 
     chunks: tuple[tuple[tuple[int, ...], ...], ...]
     places: dict[int, tuple[int, int, int]]
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """(pp, chunk) at the end of the pipeline."""
+        return len(self.chunks) - 1, len(self.chunks[-1]) - 1
 
     def place(self, layer: int) -> tuple[int, int, int]:
         """(pp, chunk, local layer) of a global layer."""
@@ -52,19 +56,11 @@ class Stages:
 
 
 def stages(layout: ParallelLayout, layers: int) -> Stages:
-    """Stages of a model with `layers` decoder layers, as the layout places them; neighbouring layers of one stage are a chunk. E402 when
-    they cannot be split."""
-    chunks: list[list[list[int]]] = [[] for _ in range(layout.pp)]
-    places: dict[int, tuple[int, int, int]] = {}
-    before = -1
-    for layer in range(layers):
-        stage = layout.stage(layer, layers)
-        if stage != before:
-            chunks[stage].append([])
-        places[layer] = (stage, len(chunks[stage]) - 1, len(chunks[stage][-1]))
-        chunks[stage][-1].append(layer)
-        before = stage
-    return Stages(tuple(tuple(tuple(c) for c in stage) for stage in chunks), places)
+    """Stages of a model with `layers` decoder layers, as the layout places them. E402 when they cannot be split."""
+    found = layout.stages(layers)
+    chunks = tuple(tuple(tuple(found[pp, chunk]) for chunk in sorted(c for p, c in found if p == pp)) for pp in range(layout.pp))
+    places = {layer: (pp, chunk, local) for (pp, chunk), held in found.items() for local, layer in enumerate(held)}
+    return Stages(chunks, places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """gated: fc1 is [gate; up]. tied: output_layer.weight is a copy of the embedding, held by the last stage when pp > 1.
-    local_names: shards are keyed as the rank's own module names them (layers and experts from 0; chunks "model0." ... when vpp > 1),
-    else globally. expert_form: of the result, one of memory_names.FORMS (None = as the source has it). wanted: target ranks to make
-    (None = all)."""
+    """gated: fc1 is [gate; up]. tied: output_layer.weight is a copy of the embedding, held at the end of the pipeline.
+    local_names: shards are keyed as the rank's own module names them (layers and experts from 0; chunks "model0." ... when a stage has
+    several), else globally. expert_form: of the result, one of memory_names.FORMS (None = as the source has it). wanted: target ranks to
+    make (None = all)."""
 
     gated: bool = True
     tied: bool = False
@@ -245,13 +245,13 @@ def _targets(
         number = expert_of(tensor.fqn)
         size = layout.expert_tp if is_expert(tensor.fqn) else layout.tp
         boxes = [_own_boxes(tensor.fqn, tensor.global_shape, tp, size, options.gated) for tp in range(size)]
-        for stage, chunk, name in _stages_of(tensor.fqn, layout, placed, tensors, options):
+        for stage, chunk, name in _stages_of(tensor.fqn, placed, tensors, options):
             for rank in chosen:
                 if rank.pp != stage or (number is not None and number // local != rank.ep):
                     continue
                 own = boxes[rank.etp if is_expert(tensor.fqn) else rank.tp]
                 place = _place(name, number, own, dtype(tensor.dtype).itemsize, form, local, options)
-                key = (rank, f"model{chunk}.{place.name}" if options.local_names and layout.vpp > 1 else place.name)
+                key = (rank, f"model{chunk}.{place.name}" if options.local_names and len(placed.chunks[stage]) > 1 else place.name)
                 if key not in slots:
                     slots[key] = len(arrays)
                     arrays.append(Array(*key, place.shape, tensor.dtype))
@@ -276,25 +276,22 @@ def _place(name: str, number: int | None, boxes: list[tuple[Shape, Shape]], item
     return _Part(name, slot, whole, slot * outputs * inputs * item, (item, outputs * item))
 
 
-def _stages_of(
-    name: str, layout: ParallelLayout, placed: Stages, tensors: Mapping[str, TensorMetadata], options: Options
-) -> Iterator[tuple[int, int, str]]:
+def _stages_of(name: str, placed: Stages, tensors: Mapping[str, TensorMetadata], options: Options) -> Iterator[tuple[int, int, str]]:
     """(stage, chunk, name there) of every stage that holds a tensor: one, or two for an embedding that the last stage needs as well."""
     layer = layer_of(name)
     if layer is not None:
         stage, chunk, local = placed.place(layer)
         yield stage, chunk, renumbered(name, layer=local) if options.local_names else name
         return
-    last, last_chunk = layout.pp - 1, max(len(placed.chunks[-1]) - 1, 0)
     if not name.startswith("embedding."):
-        yield last, last_chunk, name
+        yield *placed.last, name
         return
     yield 0, 0, name
-    if layout.pp > 1 and name == EMBEDDING:
+    if placed.last != (0, 0) and name == EMBEDDING:
         if any(n.startswith("mtp.") for n in tensors):
-            yield last, last_chunk, name
+            yield *placed.last, name
         if options.tied:
-            yield last, last_chunk, OUTPUT
+            yield *placed.last, OUTPUT
 
 
 def _moves(tensor: TensorMetadata, origin: Shape, box: Shape, target: int, offset: int, strides: Shape) -> Iterator[Move]:

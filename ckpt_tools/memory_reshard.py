@@ -45,7 +45,7 @@ def reshard_state_dict(
                   any dtype. Names ending in _extra_state are left out. The result never shares memory with the shards.
     device        where the result lies and the work is done: None = where the tensors are, "cpu", "cuda", "cuda:1"; numpy stays numpy.
     gated         linear_fc1 is [gate; up] (SwiGLU), whose halves are cut separately.
-    tied          output_layer.weight is a copy of the embedding: kept on the last stage only when there are several.
+    tied          output_layer.weight is a copy of the embedding: kept at the end of the pipeline, where that is not also its start.
     local_names   names as each rank's module has them: layers count from 0 in every stage, experts from 0 in every rank, prefix "model0."
                   and so on with virtual stages. Otherwise layers and experts are numbered globally.
     expert_form   experts of the result: "numbered" (linear_fc1.weight0), "sequential" (local_experts.0.linear_fc1.weight), "grouped"

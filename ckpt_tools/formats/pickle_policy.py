@@ -7,27 +7,32 @@ Sources: torch 2.13 torch/_utils.py, torch/_tensor.py (rebuild functions); numpy
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from ..dtypes import BY_STORAGE, DTYPES
 from ..errors import CkptError
 from . import dcp_metadata
-from .pickle_machine import Damaged, key_nodes
-from .pickle_values import DefaultDict, DTypeRef, Global, Namespace, NumpyArray, NumpyScalar, Record, Size, StorageRef, TensorRef
+from .pickle_builders import build, call, new_object
+from .pickle_state import Damaged
+from .pickle_values import DTypeRef, Global, Record, Size, StorageRef
 
-# Old spellings, and modules that later Pythons dropped: a file may be read by any Python.
+# Other spellings of the names in _HARMLESS.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg", "_io": "io", "pathlib._local": "pathlib", "exceptions": "builtins"}
+_RENAMED_NAMES = {("__builtin__", old): new for old, new in (("xrange", "range"), ("long", "int"), ("unicode", "str"))}
+# Python 2 modules, which unpicklers translate, and those that later Pythons dropped: a file may be read by any Python.
 _STANDARD = frozenset(sys.stdlib_module_names) | frozenset(
-    "builtins commands popen2 os2 ce riscos urllib2 imp distutils asyncore asynchat smtpd pipes nntplib telnetlib cgi crypt lib2to3 msilib "
-    "spwd xdrlib nis ossaudiodev audioop sndhdr cPickle _pickle thread test".split()
+    "__builtin__ builtins exceptions copy_reg cPickle cStringIO StringIO commands popen2 os2 ce riscos urllib2 urlparse "
+    "robotparser httplib cookielib Cookie BaseHTTPServer SimpleHTTPServer CGIHTTPServer SocketServer xmlrpclib DocXMLRPCServer "
+    "SimpleXMLRPCServer Queue repr ConfigParser Tkinter tkFileDialog tkSimpleDialog Dialog dbhash dumbdbm anydbm gdbm whichdb "
+    "dummy_thread thread _winreg UserDict UserList UserString _abcoll imp distutils asyncore asynchat smtpd pipes nntplib "
+    "telnetlib cgi crypt lib2to3 msilib spwd xdrlib nis ossaudiodev audioop sndhdr test".split()
 )
+_GETATTR = Global("builtins", "getattr")
 # Harmless classes of the standard library: data, or objects that only hold data.
 _HARMLESS: dict[str, frozenset[str]] = {
     "builtins": frozenset(
         "set frozenset bytearray bytes complex slice range int float bool str list dict tuple object type NoneType Ellipsis NotImplemented "
-        "Exception ValueError TypeError RuntimeError KeyError OSError".split()
+        "getattr Exception ValueError TypeError RuntimeError KeyError OSError".split()
     ),
     "collections": frozenset({"OrderedDict", "defaultdict", "deque", "Counter"}),
     "argparse": frozenset({"Namespace"}),
@@ -46,20 +51,24 @@ _HARMLESS: dict[str, frozenset[str]] = {
     "array": frozenset({"array", "_array_reconstructor"}),
     "enum": frozenset({"Enum", "IntEnum"}),
 }
-# Names outside the standard library that run code, read files or unpickle when called. Records are never called, but a copy of the
-# file must not carry them on either.
-_DANGEROUS = (
-    "torch.load", "torch.save", "torch.hub.", "torch.jit.", "torch.package.", "torch.compile", "torch.serialization.load",
-    "torch.serialization._load", "torch.serialization._legacy_load", "torch.storage._load_from_bytes", "torch.utils.cpp_extension.",
-    "torch.utils.collect_env.", "torch.utils.model_zoo.", "torch.distributed.rpc.", "torch.multiprocessing.",
-    "torch.ops.", "torch._ops.", "torch.classes.", "torch._inductor.", "torch._dynamo.", "torch.fx.", "torch.from_file", "torch._C._",
-    "torch.distributed.elastic.", "torch.distributed.run.", "torch.testing.", "torch.utils.data.", "torch.utils.benchmark.", "torch.export.",  # noqa: E501
-    "numpy.load", "numpy.save", "numpy.savez", "numpy.savetxt", "numpy.loadtxt", "numpy.genfromtxt", "numpy.fromfile", "numpy.memmap",
-    "numpy.f2py.", "numpy.distutils.", "numpy.testing.", "numpy.lib.", "numpy.ctypeslib.", "numpy.core.memmap.", "numpy._core.memmap.",
-    "numpy.core.records.fromfile", "numpy._core.records.fromfile", "numpy.core.multiarray.fromfile", "numpy._core.multiarray.fromfile",
-    "pandas.read_", "pandas.eval", "pandas.io.", "pandas.core.computation.", "joblib.", "dill.", "cloudpickle.", "jsonpickle.", "pip.",
-    "setuptools.", "pkg_resources.", "IPython.", "ray.", "numba.", "sympy.", "yaml.", "fsspec.", "requests.",
-)  # fmt: skip
+# Names outside the standard library that run code, read files or unpickle when called; one ending in "." or "_" stands for all that begin
+# so. Records are never called, but a copy of the file must not carry these on either.
+_DANGEROUS = frozenset(
+    """
+    torch.load torch.save torch.compile torch.from_file torch.hub. torch.jit. torch.package. torch.export. torch.ops. torch._ops.
+    torch.classes. torch._C._jit_ torch._C._import_ torch._C.import_ torch._C._from_file torch._inductor. torch._dynamo.
+    torch.fx.graph_module. torch.fx._ torch.serialization.load torch.serialization._load torch.serialization._legacy_load
+    torch.storage._load_from_bytes torch.testing. torch.utils.cpp_extension. torch.utils.collect_env. torch.utils.model_zoo.
+    torch.utils.benchmark. torch.distributed.rpc. torch.multiprocessing. torch.distributed.elastic. torch.distributed.run.
+    torch.distributed.launch.
+    numpy.load numpy.save numpy.savez numpy.savez_compressed numpy.savetxt numpy.loadtxt numpy.genfromtxt numpy.fromfile
+    numpy.memmap numpy.lib. numpy.f2py. numpy.distutils. numpy.testing. numpy.ctypeslib. numpy.core.memmap. numpy._core.memmap.
+    numpy.core.records.fromfile numpy._core.records.fromfile numpy.core.multiarray.fromfile numpy._core.multiarray.fromfile
+    pandas.read_ pandas.eval pandas.io. pandas.core.computation. joblib. dill. cloudpickle. ray.cloudpickle. jsonpickle. yaml.
+    sympy.sympify sympy.parsing. numba. fsspec. requests. pip. setuptools. pkg_resources. IPython.
+    """.split()
+)
+_DANGEROUS_PREFIXES = tuple(name for name in _DANGEROUS if name[-1] in "._")
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "short": "int16", "int": "int32", "long": "int64", "chalf": "complex32",  # noqa: E501
             "cfloat": "complex64", "cdouble": "complex128"}  # fmt: skip
 # dtypes of torch that ckpt has no bytes for, but that may be named as values
@@ -78,6 +87,13 @@ def refuse(name: str, where: str, why: str) -> CkptError:
         found=name,
         hint="nothing was run; do not load this file with torch.load or Megatron unless you trust whoever made it",
     )
+
+
+def _is_member(args: tuple[Any, ...]) -> bool:
+    """Whether getattr(*args) is a member of a class from outside the standard library: how enums were pickled by some Pythons."""
+    if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
+        return False
+    return args[0].module.partition(".")[0] not in _STANDARD and args[1].isidentifier() and not args[1].startswith("_")
 
 
 def _valid(module: str, name: str) -> bool:
@@ -103,16 +119,18 @@ class Inert:
         shown = f"{module}.{name}"[:300]
         if not _valid(module, name):
             raise Damaged(f"{shown!r} is no name")
+        name = _RENAMED_NAMES.get((module, name), name)
         module = _RENAMED.get(module, module)
         top = module.partition(".")[0]
         if top in _STANDARD:
             if name not in _HARMLESS.get(module, ()):
                 raise refuse(shown, self.where, "which is part of Python itself and not data")
             return Global(module, name)
-        if "__" in name or ("." in name and name.partition(".")[0] in _STANDARD):
+        parts = name.split(".")
+        if any(part.startswith("__") and part.endswith("__") for part in parts) or not _STANDARD.isdisjoint(parts[:-1]):
             raise refuse(shown, self.where, "which reaches through one module into another")
         full = f"{module}.{name}"
-        if any(full == bad or (bad[-1] in "._" and full.startswith(bad)) for bad in _DANGEROUS):
+        if full in _DANGEROUS or full.startswith(_DANGEROUS_PREFIXES):
             raise refuse(shown, self.where, "which can run code or open files")
         return torch_dtype(module, name) or Global(module, name)
 
@@ -120,36 +138,19 @@ class Inert:
         """Plain data for the functions known here, otherwise a Record."""
         if type(function) is not Global:
             raise Damaged("something that is no class or function is called")
-        builder = _BUILDERS.get((function.module, function.name))
-        value = builder(args) if builder is not None else None
-        return Record(function.module, function.name, args) if value is None else value
+        if function == _GETATTR and not _is_member(args):
+            raise refuse("builtins.getattr", self.where, "which is part of Python itself and not data")
+        return call(function, args)
 
     def new(self, cls: object, args: tuple[Any, ...], keywords: dict[str, Any] | None) -> object:
         """Plain data for the classes known here, otherwise a Record."""
         if type(cls) is not Global:
             raise Damaged("an object of something that is no class")
-        if keywords is not None:
-            return Record(cls.module, cls.name, (args, keywords), created="newobj_ex")
-        builder = _NEW.get((cls.module, cls.name))
-        if builder is not None and not args:
-            return builder(args)
-        return Record(cls.module, cls.name, args, created="newobj")
+        return new_object(cls, args, keywords)
 
     def build(self, value: object, state: Any) -> None:
         """The state of a Record, the entries of a Namespace, the attributes of an OrderedDict, the content of an array."""
-        if type(value) is Record:
-            value.state = state
-        elif type(value) is Namespace:
-            value.update(_string_keys(state))
-        elif type(value) is OrderedDict:
-            attributes = _string_keys(state)
-            if any(hasattr(OrderedDict, name) for name in attributes):
-                raise Damaged("an attribute hides a method of OrderedDict")
-            vars(value).update(attributes)
-        elif type(value) is NumpyArray:
-            _fill_array(value, state)
-        else:
-            raise Damaged(f"state for a {type(value).__name__}")
+        build(value, state)
 
     def persistent(self, identifier: object) -> object:
         """A StorageRef for torch's ("storage", class, key, location, elements)."""
@@ -195,7 +196,7 @@ class IndexOnly:
         if function.name in ("OrderedDict", "defaultdict") and len(args) < 2:
             return {}
         if function.name in ("encode", "set"):
-            return Inert(self.where).call(function, args)
+            return call(function, args)
         return Record(function.module, function.name, args)
 
     def new(self, cls: object, args: tuple[Any, ...], keywords: dict[str, Any] | None) -> object:
@@ -238,215 +239,3 @@ _INDEX_NAMES = frozenset(
         *((_PLANNER, n) for n in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
     }
 )
-
-
-def _string_keys(state: Any) -> dict[str, Any]:
-    if type(state) is tuple and len(state) == 2:  # (__dict__, slots)
-        state = {**_string_keys(state[0] or {}), **_string_keys(state[1] or {})}
-    if not isinstance(state, dict) or not all(type(k) is str for k in state):
-        raise Damaged("attributes without names")
-    return state
-
-
-def _check_elements(values: Any) -> Any:
-    if type(values) not in (list, tuple, set, frozenset):
-        raise Damaged("a set of something else than a list")
-    budget = 1_000_000
-    for value in values:
-        if type(value) is not str:
-            budget -= key_nodes(value, budget)
-    return values
-
-
-def _ordered(args: tuple[Any, ...]) -> object:
-    if not args:
-        return OrderedDict()
-    pairs = args[0] if len(args) == 1 else None
-    if type(pairs) is not list or not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
-        return None
-    _check_elements([k for k, _ in pairs])
-    return OrderedDict(pairs)
-
-
-def _simple_namespace(args: tuple[Any, ...]) -> object:
-    return Namespace(_string_keys(args[0]) if args else None, "types", "SimpleNamespace")
-
-
-def _encode(args: tuple[Any, ...]) -> object:
-    if not args or type(args[0]) is not str or (len(args) > 1 and args[1] not in ("latin1", "latin-1", "ascii", "utf-8", "utf8")):
-        raise Damaged("bytes in an unknown encoding")
-    return args[0].encode(args[1] if len(args) > 1 else "utf-8")
-
-
-def _byte_array(args: tuple[Any, ...]) -> object:
-    if not args or type(args[0]) is bytes:
-        return bytearray(*args[:1])
-    value = _encode(args)
-    return bytearray(value) if isinstance(value, bytes) else None
-
-
-def _complex(args: tuple[Any, ...]) -> object:
-    return complex(*args) if all(type(a) in (int, float) for a in args) and len(args) < 3 else None
-
-
-def _size(args: tuple[Any, ...]) -> object:
-    if len(args) != 1 or type(args[0]) not in (tuple, list, Size) or not all(type(n) is int for n in args[0]):
-        raise Damaged("torch.Size of something else than integers")
-    return Size(args[0])
-
-
-def _strided(storage: object, dtype: str | None, offset: Any, shape: object, strides: object, requires_grad: object) -> TensorRef:
-    if type(storage) is not StorageRef or dtype is None:
-        raise Damaged("a tensor without a storage")
-    if dtype not in DTYPES or DTYPES[dtype].bits % 8:
-        raise CkptError("E206", f"tensors of dtype {dtype} are not supported")
-    numel = storage.numel if storage.dtype is not None else storage.numel // DTYPES[dtype].itemsize
-    if not isinstance(shape, tuple) or not isinstance(strides, tuple) or len(shape) != len(strides):
-        raise Damaged("a tensor whose shape and strides do not fit together")
-    if not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
-        raise Damaged("a tensor with an impossible shape or strides")
-    if all(shape) and offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) >= numel:
-        raise Damaged("a tensor that reaches beyond its storage")
-    return TensorRef(dtype, tuple(shape), tuple(strides), offset, storage.key, numel, storage.location, requires_grad is True)
-
-
-def _tensor(args: tuple[Any, ...]) -> object:
-    """torch._utils._rebuild_tensor(_v2)(storage, offset, size, stride[, requires_grad, hooks[, metadata]])."""
-    if len(args) == 7 and args[6]:
-        return None  # lazily conjugated or negated: the bytes are not the values
-    if not 4 <= len(args) <= 7 or type(args[0]) is not StorageRef:
-        raise Damaged("a tensor with unknown arguments")
-    return _strided(args[0], args[0].dtype, args[1], args[2], args[3], args[4] if len(args) > 4 else False)
-
-
-def _tensor_v3(args: tuple[Any, ...]) -> object:
-    """torch._utils._rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])."""
-    if len(args) == 8 and args[7]:
-        return None
-    if not 7 <= len(args) <= 8 or type(args[6]) is not DTypeRef:
-        raise Damaged("a tensor with unknown arguments")
-    return _strided(args[0], args[6].name, args[1], args[2], args[3], args[4])
-
-
-def _parameter(args: tuple[Any, ...]) -> object:
-    """torch._utils._rebuild_parameter(data, requires_grad, hooks[, state]): attributes set on a parameter are dropped."""
-    if len(args) < 2 or type(args[0]) is not TensorRef:
-        return None
-    t = args[0]
-    return TensorRef(t.dtype, t.shape, t.strides, t.storage_offset, t.key, t.storage_numel, t.location, args[1] is True, parameter=True)
-
-
-def _typed(args: tuple[Any, ...]) -> object:
-    """torch._tensor._rebuild_from_type_v2(function, type, args, state): attributes set on a tensor are dropped."""
-    if len(args) != 4 or type(args[0]) is not Global or type(args[2]) is not tuple or args[0].module != "torch._utils":
-        return None
-    builder = _BUILDERS.get((args[0].module, args[0].name))
-    value = builder(args[2]) if builder is not None else None
-    return value if type(value) is TensorRef else None
-
-
-def _reconstructor(args: tuple[Any, ...]) -> object:
-    """copyreg._reconstructor(cls, object, None), how protocols 0 and 1 create objects."""
-    if len(args) == 3 and type(args[0]) is Global and args[1] == Global("builtins", "object") and args[2] is None:
-        return _new_object((args[0],))
-    return None
-
-
-def _new_object(args: tuple[Any, ...]) -> object:
-    if not args or type(args[0]) is not Global:
-        return None
-    return Inert("").new(args[0], args[1:], None)
-
-
-def _new_object_ex(args: tuple[Any, ...]) -> object:
-    if len(args) != 3 or type(args[0]) is not Global or type(args[1]) is not tuple or type(args[2]) is not dict:
-        return None
-    return Inert("").new(args[0], args[1], args[2])
-
-
-def _array(args: tuple[Any, ...]) -> object:
-    return NumpyArray() if args and args[0] == Global("numpy", "ndarray") else None
-
-
-def dtype_text(value: object) -> str | None:
-    """numpy's string ("<u4") for a pickled dtype, None when it is structured or has metadata."""
-    if type(value) is not Record or (value.module, value.name) != ("numpy", "dtype") or not value.args or type(value.args[0]) is not str:
-        return None
-    state = value.state
-    if type(state) is not tuple or len(state) != 8 or state[1] not in ("<", ">", "|", "=") or any(s is not None for s in state[2:5]):
-        return None
-    return None if value.args[0][:1] in "OV" or len(value.args[0]) > 16 else f"{state[1]}{value.args[0]}"
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
-
-
-def _fill_array(array: NumpyArray, state: Any) -> None:
-    if type(state) is not tuple or len(state) != 5 or not _is_shape(state[1]):
-        raise Damaged("the state of a numpy array is not one")
-    _, shape, dtype, fortran, data = state
-    if type(dtype) is not Record or type(data) not in (bytes, list, bytearray):
-        raise Damaged("the state of a numpy array is not one")
-    array.dtype = dtype_text(dtype) or dtype
-    array.shape, array.fortran, array.data = shape, bool(fortran), bytes(data) if type(data) is bytearray else data
-
-
-def _from_buffer(args: tuple[Any, ...]) -> object:
-    """numpy(._core).numeric._frombuffer(buffer, dtype, shape, order), protocol 5."""
-    text = dtype_text(args[1]) if len(args) == 4 else None
-    if text is None or type(args[0]) not in (bytes, bytearray) or not _is_shape(args[2]):
-        return None
-    return NumpyArray(text, args[2], bytes(args[0]), args[3] == "F")
-
-
-def _scalar(args: tuple[Any, ...]) -> object:
-    text = dtype_text(args[0]) if len(args) == 2 and type(args[1]) is bytes else None
-    return None if text is None else NumpyScalar(text, args[1])
-
-
-_Builder = Callable[[tuple[Any, ...]], object]
-
-
-def _numpy_1(builder: _Builder) -> _Builder:
-    def build(args: tuple[Any, ...]) -> object:
-        value = builder(args)
-        if type(value) is NumpyArray:
-            value.core = "numpy.core"
-        return NumpyScalar(value.dtype, value.data, "numpy.core") if type(value) is NumpyScalar else value
-
-    return build
-
-
-# What each known function returns; a builder that returns None leaves a Record.
-_BUILDERS: dict[tuple[str, str], _Builder] = {
-    ("collections", "OrderedDict"): _ordered,
-    ("collections", "defaultdict"): lambda args: DefaultDict(*args) if len(args) < 2 else None,
-    ("argparse", "Namespace"): lambda args: None if args else Namespace(),
-    ("types", "SimpleNamespace"): _simple_namespace,
-    ("_codecs", "encode"): _encode,
-    ("builtins", "set"): lambda args: set(_check_elements(args[0]) if args else ()),
-    ("builtins", "frozenset"): lambda args: frozenset(_check_elements(args[0]) if args else ()),
-    ("builtins", "bytearray"): _byte_array,
-    ("builtins", "bytes"): lambda args: None if args else b"",
-    ("builtins", "complex"): _complex,
-    ("copyreg", "_reconstructor"): _reconstructor,
-    ("copyreg", "__newobj__"): _new_object,
-    ("copyreg", "__newobj_ex__"): _new_object_ex,
-    ("torch", "Size"): _size,
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _typed,
-    ("numpy._core.multiarray", "_reconstruct"): _array,
-    ("numpy.core.multiarray", "_reconstruct"): _numpy_1(_array),
-    ("numpy._core.multiarray", "scalar"): _scalar,
-    ("numpy.core.multiarray", "scalar"): _numpy_1(_scalar),
-    ("numpy._core.numeric", "_frombuffer"): _from_buffer,
-    ("numpy.core.numeric", "_frombuffer"): _numpy_1(_from_buffer),
-}
-_NEW: dict[tuple[str, str], _Builder] = {
-    key: _BUILDERS[key] for key in (("collections", "OrderedDict"), ("argparse", "Namespace"), ("types", "SimpleNamespace"))
-}

@@ -153,7 +153,7 @@ _ITEM = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4":
 
 
 class NumpyArray:
-    """A numpy.ndarray: `dtype` = numpy's string ("<u4"; the pickled Record when it is structured), raw bytes in `fortran` or C order.
+    """A numpy.ndarray: `dtype` = numpy's string ("<u4"; the pickled Record unless it is of plain numbers), bytes in `fortran` or C order.
 
     core  "numpy.core" (numpy 1) or "numpy._core" (numpy 2), as spelled in the file.
     data  bytes, or a list of values when dtype is object.
@@ -190,7 +190,7 @@ class NumpyArray:
         import numpy
 
         if not isinstance(self.dtype, str) or not isinstance(self.data, bytes):
-            raise ValueError("structured and object arrays stay opaque")
+            raise ValueError("arrays of anything but plain numbers stay opaque")
         return numpy.frombuffer(self.data, dtype=self.dtype).reshape(self.shape, order="F" if self.fortran else "C")
 
 

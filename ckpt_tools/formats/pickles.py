@@ -15,8 +15,9 @@ from typing import Any, Literal
 from ..errors import CkptError
 from . import dcp_metadata
 from .dcp_metadata import check_metadata
-from .pickle_machine import Damaged, Excessive, Machine
+from .pickle_machine import run
 from .pickle_policy import IndexOnly, Inert
+from .pickle_state import Damaged, Excessive, State
 from .pickle_values import (
     DefaultDict,
     DTypeRef,
@@ -65,16 +66,16 @@ def load(data: bytes, *, where: str, policy: Literal["inert", "metadata"] = "ine
         limit, size = f"at most {max_bytes} bytes", f"{len(data)} bytes"
         raise CkptError("E502", "the pickle is larger than ckpt accepts", where=where, expected=limit, found=size)
     needed = sum(cost * data.count(code) for code, cost in _COSTS.items())
-    if needed > max(2 * 2**30, 16 * len(data)):
+    if needed > max(2 * 2**30, 24 * len(data)):
         raise CkptError("E502", "the pickle would need far more memory than its size", where=where, found=f"{needed} bytes for {len(data)}")
     if policy == "metadata":
-        machine = Machine(data, IndexOnly(where), IndexOnly.fast, skip="all_local_plans")
+        state = State(data, IndexOnly(where), IndexOnly.fast, skip="all_local_plans")
     else:
-        machine = Machine(data, Inert(where))
+        state = State(data, Inert(where))
     collecting = gc.isenabled()
     gc.disable()  # a million new objects and no garbage: collections would only cost time
     try:
-        value = machine.run()
+        value = run(state)
         if policy == "metadata":
             metadata = check_metadata(value, where)
             check_nesting([metadata.planner_data, getattr(metadata, "mcore_data", None)])

@@ -11,16 +11,20 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DTYPES, dtype
 from ..errors import CkptError
+from ..tensors import contiguous_strides
 from . import pickles
 from .pickle_values import TensorRef
 
+if TYPE_CHECKING:
+    import numpy as np
+
 TAIL = 1024  # bytes read first: end record and, for a single tensor, the whole directory
 HEAD = 1024  # bytes at the start of a single tensor's record: its pickle and the local header of its data
-MAX_DIRECTORY = 512 * 2**20
+MAX_DIRECTORY = 256 * 2**20
 MAX_SMALL_READ = 256 * 2**20
 _END, _LOCATOR, _END64, _ENTRY, _LOCAL = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06", b"PK\x01\x02", b"PK\x03\x04"
 _ENTRY_FIELDS = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -71,6 +75,8 @@ class _Window:
         self.fd, self.offset, self.length, self.where = fd, offset, length, where
         if offset < 0 or length < 22:
             raise _damaged(where, "it is too short to be a torch.save file")
+        if offset + length > os.fstat(fd).st_size:
+            raise _damaged(where, "the file ends before the record does")
         self.tail = self._read(max(0, length - TAIL), min(TAIL, length))
         self.head = self._read(0, min(head, length)) if head else b""
 
@@ -292,15 +298,12 @@ class TorchFile:
 
 def _gather(raw: bytes, shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bytes:
     """The elements of a strided tensor in row-major order. shape, strides: one per axis, strides in bytes."""
-    run = item
-    axis = len(shape)
-    while axis and (shape[axis - 1] == 1 or strides[axis - 1] == run):
-        run *= shape[axis - 1]
-        axis -= 1
-    starts = [0]
-    for n, stride in zip(shape[:axis], strides[:axis], strict=True):
-        starts = [s + i * stride for s in starts for i in range(n)]
-    return raw[:run] if starts == [0] else b"".join([raw[s : s + run] for s in starts])
+    if strides == contiguous_strides(shape, item):
+        return raw
+    import numpy
+
+    elements: np.ndarray[tuple[int, ...], np.dtype[np.void]] = numpy.ndarray(shape, dtype=f"V{item}", buffer=raw, strides=strides)
+    return elements.tobytes()
 
 
 def open_torch_file(path: str | os.PathLike[str], offset: int = 0, length: int | None = None, *, where: str | None = None) -> TorchFile:

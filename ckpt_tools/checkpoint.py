@@ -124,7 +124,8 @@ def open_location(location: Location) -> Checkpoint:
         legacy = open_legacy(location.directory)
         return Checkpoint(location, "torch", legacy.tensors, None, legacy.common, details=legacy, warnings=location.warnings)
     if location.format == "state":
-        common, _ = torch_dist_format._common(location.directory, {})
+        file, _ = torch_dist_format.open_common(location.directory, {})
+        common = None if file is None else torch_dist_format.common_value(file)
         return Checkpoint(location, "state", {}, None, common, warnings=location.warnings)
     raise CkptError("E221", f"ckpt cannot read the format {location.format!r} yet", where=location.directory, expected="hf, torch_dist")
 

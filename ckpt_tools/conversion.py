@@ -239,7 +239,9 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
         expected = {n: t for n, t in stored.items() if n not in left_out}
     else:
         source = as_mcore(_with_vocab(checkpoint, options), family=options.family)
+        made = as_mcore(result, family=options.family)
+        if options.to == "torch_dist":
+            source, made = prepared(checkpoint, source, options), prepared(result, made, options)
         rows = int(source.args.get("vocab_size") or source.dims.padded_vocab)
-        expected = dict(repad(source, rows).tensors)
-        found = dict(repad(as_mcore(result, family=options.family), rows).tensors)
+        expected, found = dict(repad(source, rows).tensors), dict(repad(made, rows).tensors)
     return compare(expected, found, buffer=buffer, threads=threads)

@@ -164,6 +164,9 @@ not put in place. Run again; if it stays, please report it."""),
     "E413": Explanation("weights are stored twice and the copies differ", """\
 The folder holds the model's weights as safetensors and again inside the Megatron iteration, and they are not the same. One of
 them is older, or was edited. ckpt does not choose: say --weights-from safetensors or --weights-from megatron."""),
+    "E414": Explanation("optimizer state that cannot be moved to another layout", """\
+Megatron's default for the distributed optimizer (dp_reshardable) stores flat buffers that only make sense for the layout they were
+saved with. --optimizer none moves the weights alone; saving with --dist-ckpt-optim-fully-reshardable keeps the state movable."""),
     "E412": Explanation("a tensor is missing from the result, or has another shape", """\
 --verify opened the result as a reader would and did not find the tensor as planned. That is a bug in ckpt; please report
 it. The result was not put in place."""),

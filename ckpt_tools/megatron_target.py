@@ -11,6 +11,7 @@ from .errors import CkptError
 from .families.megatron_args import DTYPE_ATTRIBUTES, checkpoint_args
 from .formats.hf_writer import TargetLayout
 from .formats.pickles import DTypeRef, Namespace
+from .formats.torch_dist import TorchDist
 from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
 from .formats.torch_legacy import Legacy
 from .formats.torch_legacy_writer import layout_legacy
@@ -18,10 +19,13 @@ from .hf_template import carried_files, find_template
 from .naming import homogeneous
 from .notes import Note
 from .options import ConvertOptions
+from .training_state import optimizer_per_parameter, random_states, with_bytes
 from .views import View
 from .vocabulary import divisor, pad_notes, padded_rows, repad
 
-KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")  # training state that any layout can use
+# training state that any layout can use; `optimizer` holds param_groups and step counts
+KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")
+OPTIMIZER_METADATA = ("chained_optim_avoid_prefix", "distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem_efficient")
 
 
 def lay_out(
@@ -31,9 +35,11 @@ def lay_out(
     layout, iteration = options.layout, target_iteration(checkpoint, options)
     legacy = options.to == "torch"
     args = {**view.args, "make_vocab_size_divisible_by": divisor(view, options)}
-    if len(set(dtypes.values())) == 1:
-        args["params_dtype"] = next(iter(dtypes.values()))
-    stored = checkpoint_args(args, layout=layout.arguments(), iteration=iteration or 0, ckpt_format=options.to)
+    kinds = {d for n, d in dtypes.items() if not is_optimizer(n) and n not in view.keep_dtype}
+    if len(kinds) == 1:
+        args["params_dtype"] = kinds.pop()
+    moments = any(is_optimizer(n) for n in view.tensors)
+    stored = checkpoint_args(args, layout=layout.arguments(), iteration=iteration or 0, ckpt_format=options.to, weights_only=not moments)
     for name in DTYPE_ATTRIBUTES:
         if isinstance(stored.get(name), str):
             stored[name] = DTypeRef(stored[name])
@@ -45,14 +51,17 @@ def lay_out(
     }
     source = checkpoint.common or {}
     common |= {k: source[k] for k in KEPT if k in source}
+    if moments and isinstance(checkpoint.details, TorchDist) and checkpoint.details.common_file and "optimizer" in source:
+        common["optimizer"] = with_bytes(source["optimizer"], checkpoint.details.common_file)
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     template = find_template(checkpoint, options)
     made, copies, carried = carried_files(template, folder)
-    notes = [*template.notes, *carried, *pad_notes(view), *_lost_state(checkpoint)]
+    notes = [*template.notes, *carried, *pad_notes(view)]
     details: dict[str, Any] = {"format": options.to, "iteration": "release" if iteration is None else iteration}
     gated, layers = bool(args.get("swiglu", True)), view.dims.layers
     if legacy:
         spec = options.spec or (checkpoint.details.spec if isinstance(checkpoint.details, Legacy) else "te")
+        notes += _lost_state(checkpoint)
         if spec not in ("te", "local"):
             raise CkptError("E410", f"there is no layer spec {spec!r}", expected="te, local")
         laid = layout_legacy(
@@ -72,6 +81,10 @@ def lay_out(
         stacked = _stacked(view, args, options)
         # Megatron asks for the keys that content_metadata names, stacked unless it says otherwise
         common["content_metadata"] = {"singleton_local_shards": False, **({} if stacked else {"non_homogeneous_layers": True})}
+        if moments:
+            common["content_metadata"] |= {k: v for k, v in (source.get("content_metadata") or {}).items() if k in OPTIMIZER_METADATA}
+        states, random = random_states(checkpoint, layout)
+        notes += [*random, *_lost_state(checkpoint, optimizer=not moments, random=False)]
         laid = layout_torch_dist(
             view.tensors,
             dtypes,
@@ -82,6 +95,8 @@ def lay_out(
             layout=layout,
             gated=gated,
             copies=copies,
+            records=states,
+            local_norms=_local_norms(checkpoint, options),
             file_bytes=options.max_shard_size or FILE_BYTES,
         )
         details |= {"layer_keys": "stacked" if stacked else "per-layer"}
@@ -95,14 +110,17 @@ def lay_out(
 
 
 def prepared(checkpoint: Checkpoint, view: View, options: ConvertOptions) -> View:
-    """The view with its vocabulary padded for the target. E410 when training state would be left behind without a word."""
+    """The view with its optimizer state, and its vocabulary padded for the target. E410/E414 when state would be left behind silently."""
     if options.optimizer != "none" and has_optimizer(checkpoint):
-        raise CkptError(
-            "E410",
-            "this would leave the optimizer state behind",
-            where=checkpoint.location.directory,
-            hint="--optimizer none drops it on purpose",
-        )
+        if options.to != "torch_dist" or isinstance(checkpoint.details, Legacy):
+            raise CkptError(
+                "E410",
+                "the optimizer state of the legacy format is not moved yet, and would be left behind",
+                where=checkpoint.location.directory,
+                hint="--optimizer none drops it on purpose",
+            )
+        moments = optimizer_per_parameter(checkpoint, view.tensors)
+        view = replace(view, tensors={**view.tensors, **moments}, keep_dtype=view.keep_dtype | moments.keys())
     return repad(view, padded_rows(view, options))
 
 
@@ -118,6 +136,19 @@ def target_iteration(checkpoint: Checkpoint, options: ConvertOptions) -> int | N
     if options.iteration is not None or checkpoint.format == "hf":
         return options.iteration
     return checkpoint.location.iteration
+
+
+def _local_norms(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
+    """Whether the norm before experts is called linear_fc1.layer_norm_weight, as the local spec does in torch_dist: the source's way."""
+    if options.spec is not None:
+        return options.spec == "local"
+    if isinstance(checkpoint.details, Legacy):
+        return checkpoint.details.spec == "local"
+    return (
+        not any("pre_mlp_layernorm." in n for n in checkpoint.tensors)
+        and any(n.endswith("mlp.router.weight") for n in checkpoint.tensors)
+        and checkpoint.format != "hf"
+    )
 
 
 def _stacked(view: View, args: Mapping[str, Any], options: ConvertOptions) -> bool:
@@ -139,13 +170,15 @@ def _needs_layer_keys(args: Mapping[str, Any]) -> bool:
     return isinstance(frequency, (list, tuple)) or (isinstance(frequency, int) and frequency > 1)
 
 
-def _lost_state(checkpoint: Checkpoint) -> list[Note]:
+def _lost_state(checkpoint: Checkpoint, *, optimizer: bool = True, random: bool = True) -> list[Note]:
     notes = []
-    if has_optimizer(checkpoint):
+    common = checkpoint.common or {}
+    if optimizer and has_optimizer(checkpoint):
         notes.append(Note("dropped", "optimizer", "the optimizer state was left out, as asked"))
-    random = any(o.key == "rng_state" for o in checkpoint.objects.values()) or "rng_state" in (checkpoint.common or {})
-    if random:
+    if random and ("rng_state" in common or any(o.key == "rng_state" for o in checkpoint.objects.values())):
         notes.append(Note("dropped", "rng_state", "random states belong to the ranks of the old layout; Megatron seeds new ones"))
-    others = sorted(set(checkpoint.common or {}) & {"rerun_state_machine"})
-    notes.extend(Note("dropped", name, "belongs to the ranks of the old layout") for name in others)
+    stored = {o.key for o in checkpoint.objects.values()} | set(common)
+    notes.extend(
+        Note("dropped", name, "belongs to the ranks of the old layout") for name in sorted(stored) if name.startswith("rerun_state_machine")
+    )
     return notes

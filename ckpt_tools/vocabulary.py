@@ -11,6 +11,8 @@ from .options import ConvertOptions
 from .tensors import Chunk, TensorMetadata
 from .views import View
 
+TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")  # and their optimizer state
+
 
 def divisor(view: View, options: ConvertOptions) -> int:
     """make_vocab_size_divisible_by of the result: asked for, else the source's, else Megatron's default of 128."""
@@ -35,9 +37,8 @@ def repad(view: View, rows: int) -> View:
     """The view with vocabulary tables of `rows` rows: true rows kept, zeros after them."""
     vocab = int(view.args.get("vocab_size") or view.dims.padded_vocab)
     tensors = dict(view.tensors)
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
-        tensor = tensors.get(name)
-        if tensor is None or tensor.global_shape[0] == rows:
+    for name, tensor in view.tensors.items():
+        if not name.endswith(TABLES) or tensor.global_shape[0] == rows:
             continue
         rest = tensor.global_shape[1:]
         chunks = list(tensor.region((0,) * (1 + len(rest)), (min(vocab, tensor.global_shape[0]), *rest)))

@@ -48,6 +48,7 @@ class TorchDist:
     has_plans: bool
     files: tuple[str, ...]
     warnings: tuple[str, ...]
+    common_file: torch_zip.TorchFile | None = None
 
 
 def open_torch_dist(directory: str) -> TorchDist:
@@ -96,7 +97,8 @@ def _open(directory: str) -> TorchDist:
             objects[fqn] = _object(fqn, extents, path)
     backend_path = os.path.join(directory, "metadata.json")
     backend = read_json(backend_path) if os.path.exists(backend_path) else {}
-    common, source = _common(directory, objects)
+    common_file, source = open_common(directory, objects)
+    common = None if common_file is None else common_value(common_file)
     files = sorted({e.path for e in extents.values()})
     shapes = {
         k: tuple(v["nd_reformulated_orig_global_shape"])
@@ -114,6 +116,7 @@ def _open(directory: str) -> TorchDist:
         hasattr(root, "all_local_plans"),
         tuple(files),
         tuple(_check_sizes(extents)),
+        common_file,
     )
 
 
@@ -196,20 +199,25 @@ def _numbers(text: str) -> Shape:
     return tuple(int(n) for n in text.split("."))
 
 
-def _common(directory: str, objects: Mapping[str, StoredObject]) -> tuple[dict[str, Any] | None, str | None]:
+def open_common(directory: str, objects: Mapping[str, StoredObject]) -> tuple[torch_zip.TorchFile | None, str | None]:
+    """The file or record that holds the common state, and which of the two it is; (None, None) when there is none."""
     path = os.path.join(directory, "common.pt")
     if os.path.exists(path):
-        value = torch_zip.open_torch_file(path).value
-        where, source = path, "common.pt"
-    else:
-        stored = next((o for o in objects.values() if o.key == "common_state"), None)
-        if stored is None:
-            return None, None
-        value = read_object(stored)
-        where, source = f"{stored.extent.path}: {stored.fqn}", "common_state"
+        return torch_zip.open_torch_file(path), "common.pt"
+    stored = next((o for o in objects.values() if o.key == "common_state"), None)
+    if stored is None:
+        return None, None
+    return torch_zip.open_torch_file(stored.extent.path, stored.extent.offset, stored.extent.length), "common_state"
+
+
+def common_value(file: torch_zip.TorchFile) -> dict[str, Any]:
+    """The common state as a table (a record holds it in a list of one). E218 when it is none."""
+    value = file.value
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if not isinstance(value, dict):
-        raise CkptError("E218", "the common state is not a table", where=where, found=type(value).__name__)
-    return value, source
+        raise CkptError("E218", "the common state is not a table", where=file.where, found=type(value).__name__)
+    return value
 
 
 def read_object(stored: StoredObject) -> Any:

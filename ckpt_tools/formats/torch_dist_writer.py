@@ -49,17 +49,20 @@ def layout_torch_dist(
     layers: int,
     layout: ParallelLayout,
     gated: bool,
-    objects: Iterable[tuple[str, Any]] = (),
+    records: Iterable[tuple[str, bytes]] = (),
     file_bytes: int = FILE_BYTES,
     copies: tuple[Copied, ...] = (),
     extra_state: bool = True,
+    local_norms: bool = False,
 ) -> TargetLayout:
     """Lay out canonical Megatron tensors as a run folder with one iteration.
 
     dtypes     dtype to store each tensor in.        common   the common state (args, checkpoint_version, iteration, ...).
     iteration  number of the iteration, None = `release`.       stacked  one tensor for all layers, or one per layer.
     layout     ranks the pieces are cut for (any layout can load them).      gated  linear_fc1 is [gate; up].
-    objects    further objects (full key with /shard_..., value).       extra_state  add the `_extra_state` entries TE models insist on.
+    records    further objects as stored records (full key with /shard_..., bytes).
+    extra_state  add the `_extra_state` entries TE models insist on.
+    local_norms  call the norm before experts as the local spec does.
     """
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     total = sum(t.numel * dtype(dtypes[n]).itemsize for n, t in tensors.items())
@@ -70,6 +73,8 @@ def layout_torch_dist(
     experts = 1 + max((e for e in map(expert_of, tensors) if e is not None), default=-1)
     for name, tensor in tensors.items():
         key, index = stored_key(name, stacked)
+        if local_norms:
+            key = key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         lead = _lead(key, index, layers, experts)
         shapes.setdefault(key, (dtypes[name], (*lead, *tensor.global_shape)))
         if shapes[key] != (dtypes[name], (*lead, *tensor.global_shape)):
@@ -90,20 +95,20 @@ def layout_torch_dist(
             file.position = at + blob.size
             pieces.setdefault(key, []).append((full_offset, full_shape, file.path.rpartition("/")[2], at, blob.size))
             placements.append(Placement(name, offset, shape, writers.number(file), at + blob.data_offset, dtypes[name]))
-    records = []
-    entries = list(objects) + (_extra_states(tensors, stacked, layers) if extra_state else []) + [("common_state/shard_0_1", dict(common))]
-    cache: dict[int, bytes] = {}
-    for fqn, value in entries:
-        data = cache.get(id(value)) or torch_zip_writer.dump_file([value], "archive")
-        if value is None:
-            cache[id(value)] = data
+    entries: list[tuple[str, bytes]] = list(records)
+    if extra_state:
+        nothing = torch_zip_writer.dump_file([None], "archive")
+        entries += [(fqn, nothing) for fqn in _extra_states(tensors, stacked, layers)]
+    entries.append(("common_state/shard_0_1", torch_zip_writer.dump_file([dict(common)], "archive")))
+    stored = []
+    for fqn, data in entries:
         file = writers.of(0, len(data))
-        records.append((fqn, file.path, file.put(data), len(data)))
+        stored.append((fqn, file.path, file.put(data), len(data)))
     metadata = dcp_metadata.metadata_object(
         ((k, d, s, [(o, n) for o, n, *_ in pieces[k]]) for k, (d, s) in shapes.items()),
-        [fqn for fqn, *_ in records],
+        [fqn for fqn, *_ in stored],
         [
-            *((fqn, None, path.rpartition("/")[2], at, size) for fqn, path, at, size in records),
+            *((fqn, None, path.rpartition("/")[2], at, size) for fqn, path, at, size in stored),
             *((k, o, file, at, size) for k, found in pieces.items() for o, _, file, at, size in found),
         ],
     )
@@ -196,19 +201,19 @@ def _rank(name: str, tp_rank: int, layers: int, experts: int, layout: ParallelLa
     return stage * layout.tp * layout.dp + tp_rank
 
 
-def _extra_states(tensors: Mapping[str, TensorMetadata], stacked: bool, layers: int) -> list[tuple[str, Any]]:
-    """None-valued `_extra_state` entries for the modules that have them in Transformer Engine models."""
+def _extra_states(tensors: Mapping[str, TensorMetadata], stacked: bool, layers: int) -> list[str]:
+    """Full names of `_extra_state` entries for the modules that have them in Transformer Engine models."""
     modules: dict[int, set[str]] = {}
     for name in tensors:
         layer = layer_of(name)
         if layer is not None and name.startswith("decoder.layers.") and ".mlp.experts." not in name:
             module = name.split(f"decoder.layers.{layer}.", 1)[1].rpartition(".")[0]
             modules.setdefault(layer, set()).add(module)
-    result: list[tuple[str, Any]] = [("decoder.final_layernorm._extra_state/shard_0_1", None)]
+    result = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for layer, found in sorted(modules.items()):
         for module in sorted((found | {"self_attention.core_attention"}) - {"mlp.router"}):
             if stacked:
-                result.append((f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", None))
+                result.append(f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}")
             else:
-                result.append((f"decoder.layers.{layer}.{module}._extra_state/shard_0_1", None))
+                result.append(f"decoder.layers.{layer}.{module}._extra_state/shard_0_1")
     return result

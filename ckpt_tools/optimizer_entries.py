@@ -15,8 +15,8 @@ from .errors import CkptError
 from .formats.pickles import TensorSpec
 from .layout import ParallelLayout, is_expert
 from .notes import Note
-from .optimizer import MASTER, OptimizerState
 from .optimizer_groups import Group, completed, expert_split
+from .optimizer_state import MASTER, OptimizerState
 from .tensors import TensorMetadata
 
 FULLY_RESHARDABLE = "fully_reshardable"  # what the distributed optimizer of 0.15 and later loads at any layout

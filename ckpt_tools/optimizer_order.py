@@ -214,7 +214,9 @@ def registration_key(name: str, spec: str, experts: str) -> tuple[int, ...]:
     return (top, number, *_inner_key(inner, spec, experts, name))
 
 
-def local_parameter(tensor: TensorMetadata, layout: ParallelLayout, gated: bool, place: Place, *, shared: bool, copy: bool) -> Parameter:
+def local_parameter(
+    tensor: TensorMetadata, layout: ParallelLayout, gated: bool, place: Place, *, shared: bool = False, copy: bool = False
+) -> Parameter:
     """What one rank holds of a canonical tensor, cut by tensor parallelism (experts: by expert tensor parallelism)."""
     expert = is_expert(tensor.fqn)
     size, rank = (layout.expert_tp, place.etp) if expert else (layout.tp, place.tp)

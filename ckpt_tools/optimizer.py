@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint
 from .errors import CkptError
@@ -28,7 +28,10 @@ from .optimizer_state import OptimizerState, canonical_state, collect, entries, 
 from .tensors import TensorMetadata, check_tiling
 from .views import View
 
-__all__ = ["OptimizerState", "read_optimizer", "repad_state"]
+if TYPE_CHECKING:
+    from .optimizer_repair import Repair
+
+__all__ = ["OptimizerState", "read_optimizer", "repad_state", "repair_optimizer"]
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[a-z0-9_]+)\.(?P<name>.+)")
 BY_NAME = ("fully_reshardable", "fully_sharded_model_space", "float16", "float32")
@@ -202,3 +205,22 @@ def _common_file(checkpoint: Checkpoint) -> TorchFile | None:
         return open_torch_file(os.path.join(checkpoint.details.directory, "common.pt"))
     stored = next((o for o in checkpoint.objects.values() if o.key == "common_state"), None)
     return open_torch_file(stored.extent.path, stored.extent.offset, stored.extent.length) if stored else None
+
+
+def repair_optimizer(
+    state: OptimizerState, checkpoint: Checkpoint, view: View, *, bucket_size: int | None = None, dp: int | None = None
+) -> tuple[OptimizerState, Repair]:
+    """A `fully_reshardable` state that was saved shifted (its `problems` say so), put right. Errors: E226 when it cannot be.
+
+    view, bucket_size, dp  as for read_optimizer.
+    """
+    from .optimizer_repair import repair_shifted
+
+    args, where = checkpoint.args or {}, checkpoint.location.directory
+    if state.kind != "fully_reshardable":
+        raise CkptError("E410", "only state of the form fully_reshardable was ever saved shifted", where=where, found=state.kind)
+    model = model_of(view, args)
+    chain = max(1, sum(1 for _ in entries((checkpoint.common or {}).get("optimizer"))))
+    options = bucket_options(args, sum(t.numel for t in view.tensors.values()), bucket_size, dp)
+    found = list(orders(args, bool(model.expert_count)))
+    return repair_shifted(state, view.tensors, model, found, options, chain, where)

@@ -125,12 +125,17 @@ def _build(job: dict[str, Any], output: Path) -> tuple[Any, list[Any]]:
 
 
 def _patch_experts() -> None:
-    """all_to_all takes lists of numbers, which Megatron makes only of CUDA tensors; 0.16.1 without Transformer Engine lacks a name."""
+    """all_to_all takes lists of numbers, which Megatron makes only of CUDA tensors; 0.16.1 without Transformer Engine lacks a name; the
+    token dispatcher records events on streams."""
+    import torch
     import torch.distributed as dist
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not torch.cuda.is_available():
+        torch.cuda.Stream.record_event = lambda self, event=None: torch.cuda.Event()
+        torch.cuda.Event = type("Event", (), {"synchronize": lambda self: None, "record": lambda self, stream=None: None})
     real = dist.all_to_all_single
     if getattr(real, "takes_tensors", False):
         return

@@ -18,10 +18,22 @@ from .errors import CkptError
 from .formats.pickles import TensorRef
 from .formats.torch_legacy import Legacy
 from .formats.torch_zip import TorchFile, open_torch_file
+from .notes import Note
 from .optimizer_cut import BucketOptions, Cut, RankBuffers, add_matched, match
 from .optimizer_flat import make_flat
 from .optimizer_groups import Steps, group_number, merge_groups
-from .optimizer_order import EMBEDDING, HEAD, Model, Parameter, Place, grouped_parameters, is_parameter, local_parameter
+from .optimizer_order import (
+    EMBEDDING,
+    HEAD,
+    SEQUENTIAL,
+    Model,
+    Parameter,
+    Place,
+    grouped_parameters,
+    is_parameter,
+    local_parameter,
+    registration_key,
+)
 from .optimizer_sources import world_buffers
 from .optimizer_state import MASTER, OptimizerState, canonical_state, collect, entries, masters_note, missing_notes, with_bytes
 from .tensors import Extent, Shape, TensorMetadata
@@ -81,36 +93,8 @@ def read_legacy(
             collect(f"{rank.file.path}: optimizer {number}", entry, rank.file, lists, steps, scalers)
     groups, notes = merge_groups(lists)
     step, told = steps.decide()
-    cut = Cut()
     distributed = any(rank.distrib is not None for rank in ranks)
-    counts = _layer_offsets(ranks, model.layout.pp)
-    seen: set[tuple[int, Place]] = set()
-    for rank in ranks:
-        chunks = [
-            list(named_parameters(model, rank.place, names, counts[rank.place.pp, number], rank.file.path))
-            for number, names in enumerate(rank.chunks)
-        ]
-        chain = list(entries(rank.distrib.value if distributed and rank.distrib else rank.optimizer))
-        for number, entry in chain:
-            for_experts = len(chain) > 1 and number == len(chain) - 1
-            place = Place(0, rank.place.pp, rank.place.ep, rank.place.etp) if for_experts else Place(rank.place.tp, rank.place.pp, 0, 0)
-            if entry is None or (number, place) in seen:
-                continue
-            seen.add((number, place))
-            own = [[p for p in chunk if p.expert == for_experts] for chunk in chunks] if len(chain) > 1 else chunks
-            name = f"{rank.file.path}: optimizer {number}"
-            if distributed and rank.distrib is not None:
-                layout = model.layout
-                sharing = layout.dp * layout.cp
-                if for_experts:
-                    sharing = max(1, layout.tp * sharing // (layout.expert_tp * layout.ep))
-                buffers = world_buffers(entry, rank.distrib)
-                for matched in match(RankBuffers(name, replace(place, tp=rank.place.tp), own, buffers, sharing), options):
-                    add_matched(cut, matched)
-            else:
-                _add_indexed(cut, entry, [p for chunk in own for p in chunk], args, for_experts, rank.file, name)
-    tensors = {canonical_state(s): named for s, named in cut.tensors(model.tensors, where).items()}
-    problems = masters_note(tensors, model.tensors) if check_values else []
+    tensors, problems = _cut(ranks, model, args, options, check_values, where)
     kind = "distrib_optim" if distributed else "float16" if MASTER in tensors else "float32"
     return OptimizerState(
         kind,
@@ -122,6 +106,77 @@ def read_legacy(
         (*notes, *told, *missing_notes(tensors, model.tensors)),
         tuple(problems),
     )
+
+
+def _cut(
+    ranks: Sequence[LegacyRank], model: Model, args: Mapping[str, Any], options: BucketOptions, check_values: bool, where: str
+) -> tuple[dict[str, dict[str, TensorMetadata]], list[Note]]:
+    """Cut all ranks' state. Parameters are taken in the order of the model's own entries, which is how Megatron registered and saved them;
+    only when that does not give the weights, in the order that a spec prescribes."""
+    best: tuple[dict[str, dict[str, TensorMetadata]], list[Note]] | None = None
+    first: CkptError | None = None
+    for spec in (None, "local", "te"):
+        try:
+            cut = Cut()
+            _add_ranks(cut, ranks, model, args, options, spec)
+            tensors = {canonical_state(s): named for s, named in cut.tensors(model.tensors, where).items()}
+        except CkptError as error:
+            first = first or error
+            continue
+        problems = masters_note(tensors, model.tensors) if check_values else []
+        if not problems:
+            return tensors, []
+        best = best or (tensors, problems)
+    if best is None:
+        raise first or CkptError("E226", "there is no optimizer state", where=where)
+    return best
+
+
+def _add_ranks(
+    cut: Cut, ranks: Sequence[LegacyRank], model: Model, args: Mapping[str, Any], options: BucketOptions, spec: str | None
+) -> None:
+    distributed = any(rank.distrib is not None for rank in ranks)
+    counts = _layer_offsets(ranks, model.layout.pp)
+    seen: set[tuple[int, Place]] = set()
+    for rank in ranks:
+        chunks = []
+        for number, names in enumerate(rank.chunks):
+            chunk = list(named_parameters(model, rank.place, names, counts[rank.place.pp, number], rank.file.path))
+            if spec is not None:
+                chunk.sort(key=lambda p: registration_key(p.name, spec, SEQUENTIAL))
+            chunks.append(chunk)
+        _add_rank(cut, rank, chunks, model, args, options, distributed, seen)
+
+
+def _add_rank(
+    cut: Cut,
+    rank: LegacyRank,
+    chunks: list[list[Parameter]],
+    model: Model,
+    args: Mapping[str, Any],
+    options: BucketOptions,
+    distributed: bool,
+    seen: set[tuple[int, Place]],
+) -> None:
+    chain = list(entries(rank.distrib.value if distributed and rank.distrib else rank.optimizer))
+    for number, entry in chain:
+        for_experts = len(chain) > 1 and number == len(chain) - 1
+        place = Place(0, rank.place.pp, rank.place.ep, rank.place.etp) if for_experts else Place(rank.place.tp, rank.place.pp, 0, 0)
+        if entry is None or (number, place) in seen:
+            continue
+        seen.add((number, place))
+        own = [[p for p in chunk if p.expert == for_experts] for chunk in chunks] if len(chain) > 1 else chunks
+        name = f"{rank.file.path}: optimizer {number}"
+        if not distributed or rank.distrib is None:
+            _add_indexed(cut, entry, [p for chunk in own for p in chunk], args, for_experts, rank.file, name)
+            continue
+        layout = model.layout
+        sharing = layout.dp * layout.cp
+        if for_experts:
+            sharing = max(1, layout.tp * sharing // (layout.expert_tp * layout.ep))
+        buffers = world_buffers(entry, rank.distrib)
+        for matched in match(RankBuffers(name, rank.place, own, buffers, sharing), options):
+            add_matched(cut, matched)
 
 
 # ---- names
@@ -187,6 +242,7 @@ def named_parameters(model: Model, place: Place, names: Names, first_layer: int,
             copy = tensor.fqn == EMBEDDING and place.pp > 0
             shared = doubled and tensor.fqn == EMBEDDING
             found = local_parameter(tensor, model.layout, model.gated, place, shared=shared, copy=copy)
+            found = replace(found, name=_kept_name(name, tensor))
         if found.numel != prod(shape):
             raise CkptError(
                 "E226",
@@ -196,6 +252,11 @@ def named_parameters(model: Model, place: Place, names: Names, first_layer: int,
                 found=f"{list(shape)}",
             )
         yield found
+
+
+def _kept_name(name: str, tensor: TensorMetadata) -> str:
+    """Name to sort a parameter by: that of its tensor, except for the copy of the embedding that stands at the end of the last stage."""
+    return name if name == HEAD else tensor.fqn
 
 
 def _known(model: Model, name: str, stored: str, where: str) -> TensorMetadata:

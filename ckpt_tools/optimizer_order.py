@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -284,7 +284,8 @@ def rank_parameters(model: Model, place: Place, spec: str, experts: str) -> list
             source = EMBEDDING if name == HEAD and HEAD not in model.tensors else name
             shared = doubled and source == EMBEDDING
             copy = source == EMBEDDING and not first
-            found.append(local_parameter(model.tensors[source], layout, model.gated, place, shared=shared, copy=copy))
+            parameter = local_parameter(model.tensors[source], layout, model.gated, place, shared=shared, copy=copy)
+            found.append(replace(parameter, name=name))
         chunks.append(_merged(found) if experts == GROUPED else found)
     return chunks
 

@@ -61,6 +61,27 @@ def plan(source: str | os.PathLike[str] | Checkpoint, to: str, *, iteration: str
     return plan_conversion(checkpoint, ConvertOptions(to=to, **options))
 
 
+def plan_reshard(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
+    """The plan that moves a Megatron checkpoint to options.layout in its own format. E410 for a format without ranks."""
+    if checkpoint.format not in ("torch_dist", "torch"):
+        raise CkptError(
+            "E410",
+            f"the format {checkpoint.format!r} knows no parallel layout",
+            where=checkpoint.location.directory,
+            expected="torch_dist, torch",
+            hint="`ckpt convert` makes a Megatron checkpoint of it",
+        )
+    made = plan_conversion(checkpoint, replace(options, to=checkpoint.format))
+    if checkpoint.format == "torch_dist":
+        told = Note(
+            "kept",
+            "",
+            "torch_dist belongs to no layout: any TP and PP could have loaded the source; the pieces are cut to suit the new ranks",
+        )
+        made = replace(made, notes=(told, *made.notes))
+    return made
+
+
 def choose_weights(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, list[Note]]:
     """The checkpoint whose weights are to be converted: of a split checkpoint the safetensors beside the iteration folder.
 
@@ -126,10 +147,12 @@ def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
 
 def _plan_megatron(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     view = as_mcore(_with_vocab(checkpoint, options), family=options.family, allow_unrepresentable=options.allow_unrepresentable)
-    view = prepared(checkpoint, view, options)
-    dtypes = _target_dtypes(view, options.dtype)
-    laid, notes, details = lay_out(checkpoint, view, dtypes, options)
-    return _finish(checkpoint, view, laid, dtypes, notes, options, details)
+    ready = prepared(checkpoint, view, options)
+    dtypes = _target_dtypes(ready.view, options.dtype)
+    laid, notes, details = lay_out(checkpoint, ready, dtypes, options)
+    if ready.optimizer is not None:
+        dtypes |= ready.optimizer.dtypes
+    return _finish(checkpoint, ready.view, laid, dtypes, notes, options, details)
 
 
 def _finish(
@@ -241,7 +264,7 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
         source = as_mcore(_with_vocab(checkpoint, options), family=options.family)
         made = as_mcore(result, family=options.family)
         if options.to == "torch_dist":
-            source, made = prepared(checkpoint, source, options), prepared(result, made, options)
+            source, made = prepared(checkpoint, source, options).view, prepared(result, made, options).view
         rows = int(source.args.get("vocab_size") or source.dims.padded_vocab)
         expected, found = dict(repad(source, rows).tensors), dict(repad(made, rows).tensors)
     return compare(expected, found, buffer=buffer, threads=threads)

@@ -103,6 +103,13 @@ Megatron-Core among them). The message names the file and what was found."""),
     "E225": Explanation("copies that should be equal are not", """\
 Norms, routers and tied embeddings are stored by several ranks and must be the same everywhere. Here they drifted apart, which
 a missing gradient reduction in training does. ckpt neither averages nor chooses: --replicas first takes the first rank's copy."""),
+    "E226": Explanation("the optimizer state does not fit the model", """\
+Optimizer state is matched with the parameters of the model before it is trusted: by name and shape, or, for the flat buffers of
+the distributed optimizer, by recomputing where Megatron put each parameter and comparing with the sizes it recorded. Here
+something does not match; the message says what. --optimizer none moves the weights alone."""),
+    "E227": Explanation("the parameter groups of the optimizer cannot be understood", """\
+Groups are matched by wd_mult, lr_mult, is_expert_parallel and is_decoupled_lr, not by position. Two groups claim to be the same
+one and differ, or a group lacks what it needs."""),
     "E301": Explanation("the model's sizes do not fit together", """\
 Heads, groups, layers, vocabulary and hidden size come from the stored arguments or from config.json, and here they
 contradict each other or are missing. Give the right config with --hf-config DIR."""),
@@ -164,9 +171,6 @@ not put in place. Run again; if it stays, please report it."""),
     "E413": Explanation("weights are stored twice and the copies differ", """\
 The folder holds the model's weights as safetensors and again inside the Megatron iteration, and they are not the same. One of
 them is older, or was edited. ckpt does not choose: say --weights-from safetensors or --weights-from megatron."""),
-    "E414": Explanation("optimizer state that cannot be moved to another layout", """\
-Megatron's default for the distributed optimizer (dp_reshardable) stores flat buffers that only make sense for the layout they were
-saved with. --optimizer none moves the weights alone; saving with --dist-ckpt-optim-fully-reshardable keeps the state movable."""),
     "E412": Explanation("a tensor is missing from the result, or has another shape", """\
 --verify opened the result as a reader would and did not find the tensor as planned. That is a bug in ckpt; please report
 it. The result was not put in place."""),

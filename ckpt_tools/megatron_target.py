@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .checkpoint import Checkpoint, is_optimizer
@@ -11,35 +11,41 @@ from .errors import CkptError
 from .families.megatron_args import DTYPE_ATTRIBUTES, checkpoint_args
 from .formats.hf_writer import TargetLayout
 from .formats.pickles import DTypeRef, Namespace
-from .formats.torch_dist import TorchDist
 from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
 from .formats.torch_legacy import Legacy
 from .formats.torch_legacy_writer import layout_legacy
 from .hf_template import carried_files, find_template
 from .naming import homogeneous
 from .notes import Note
+from .optimizer import read_optimizer, repad_state
+from .optimizer_entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, OptimizerEntries, optimizer_entries
 from .options import ConvertOptions
-from .training_state import optimizer_per_parameter, random_states, with_bytes
+from .training_state import random_states
 from .views import View
 from .vocabulary import divisor, pad_notes, padded_rows, repad
 
-# training state that any layout can use; `optimizer` holds param_groups and step counts
+# training state that any layout can use
 KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")
-OPTIMIZER_METADATA = ("chained_optim_avoid_prefix", "distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem_efficient")
 
 
 def lay_out(
-    checkpoint: Checkpoint, view: View, dtypes: Mapping[str, str], options: ConvertOptions
+    checkpoint: Checkpoint, ready: Prepared, dtypes: Mapping[str, str], options: ConvertOptions
 ) -> tuple[TargetLayout, list[Note], dict[str, Any]]:
-    """(files and placements, notes, description) of a Megatron run folder with one iteration. `view` must be padded (see `prepared`)."""
+    """(files and placements, notes, description) of a Megatron run folder with one iteration; `dtypes` names what each tensor becomes."""
+    view, optimizer = ready.view, ready.optimizer
+    if optimizer is not None:
+        dtypes = {**dtypes, **optimizer.dtypes}
     layout, iteration = options.layout, target_iteration(checkpoint, options)
     legacy = options.to == "torch"
     args = {**view.args, "make_vocab_size_divisible_by": divisor(view, options)}
     kinds = {d for n, d in dtypes.items() if not is_optimizer(n) and n not in view.keep_dtype}
     if len(kinds) == 1:
         args["params_dtype"] = kinds.pop()
-    moments = any(is_optimizer(n) for n in view.tensors)
-    stored = checkpoint_args(args, layout=layout.arguments(), iteration=iteration or 0, ckpt_format=options.to, weights_only=not moments)
+    stored = checkpoint_args(
+        args, layout=layout.arguments(), iteration=iteration or 0, ckpt_format=options.to, weights_only=optimizer is None
+    )
+    if optimizer is not None:
+        stored |= optimizer.arguments
     for name in DTYPE_ATTRIBUTES:
         if isinstance(stored.get(name), str):
             stored[name] = DTypeRef(stored[name])
@@ -51,8 +57,8 @@ def lay_out(
     }
     source = checkpoint.common or {}
     common |= {k: source[k] for k in KEPT if k in source}
-    if moments and isinstance(checkpoint.details, TorchDist) and checkpoint.details.common_file and "optimizer" in source:
-        common["optimizer"] = with_bytes(source["optimizer"], checkpoint.details.common_file)
+    if optimizer is not None:
+        common["optimizer"] = optimizer.common
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     template = find_template(checkpoint, options)
     made, copies, carried = carried_files(template, folder)
@@ -81,10 +87,11 @@ def lay_out(
         stacked = _stacked(view, args, options)
         # Megatron asks for the keys that content_metadata names, stacked unless it says otherwise
         common["content_metadata"] = {"singleton_local_shards": False, **({} if stacked else {"non_homogeneous_layers": True})}
-        if moments:
-            common["content_metadata"] |= {k: v for k, v in (source.get("content_metadata") or {}).items() if k in OPTIMIZER_METADATA}
+        if optimizer is not None:
+            common["content_metadata"] |= optimizer.content
+            notes += optimizer.notes
         states, random = random_states(checkpoint, layout)
-        notes += [*random, *_lost_state(checkpoint, optimizer=not moments, random=False)]
+        notes += [*random, *_lost_state(checkpoint, optimizer=optimizer is None, random=False)]
         laid = layout_torch_dist(
             view.tensors,
             dtypes,
@@ -109,19 +116,37 @@ def lay_out(
     return replace(laid, files=(*laid.files[:-1], *made, laid.files[-1])), notes, details
 
 
-def prepared(checkpoint: Checkpoint, view: View, options: ConvertOptions) -> View:
-    """The view with its optimizer state, and its vocabulary padded for the target. E410/E414 when state would be left behind silently."""
-    if options.optimizer != "none" and has_optimizer(checkpoint):
-        if options.to != "torch_dist" or isinstance(checkpoint.details, Legacy):
-            raise CkptError(
-                "E410",
-                "the optimizer state of the legacy format is not moved yet, and would be left behind",
-                where=checkpoint.location.directory,
-                hint="--optimizer none drops it on purpose",
-            )
-        moments = optimizer_per_parameter(checkpoint, view.tensors)
-        view = replace(view, tensors={**view.tensors, **moments}, keep_dtype=view.keep_dtype | moments.keys())
-    return repad(view, padded_rows(view, options))
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a Megatron target is made of: the view with its vocabulary padded for the target and its optimizer tensors, and what must be
+    stored for these besides tensors (None: no optimizer state)."""
+
+    view: View
+    optimizer: OptimizerEntries | None
+
+
+def prepared(checkpoint: Checkpoint, view: View, options: ConvertOptions) -> Prepared:
+    """The view made ready for the target. E410 when optimizer state would be left behind silently, E226 when it cannot be understood."""
+    rows = padded_rows(view, options)
+    padded = repad(view, rows)
+    if options.optimizer == "none" or not has_optimizer(checkpoint):
+        return Prepared(padded, None)
+    if options.to != "torch_dist" or isinstance(checkpoint.details, Legacy):
+        raise CkptError(
+            "E410",
+            "the optimizer state of the legacy format is not moved yet, and would be left behind",
+            where=checkpoint.location.directory,
+            hint="--optimizer none drops it on purpose",
+        )
+    vocab = int(view.args.get("vocab_size") or view.dims.padded_vocab)
+    state = repad_state(read_optimizer(checkpoint, view), vocab, rows)
+    form = options.optimizer
+    if form == "keep":
+        form = NON_DISTRIBUTED if state.kind in ("float16", "float32") else FULLY_RESHARDABLE
+    entries = optimizer_entries(state, form, weights=padded.tensors, layout=options.layout)
+    entries = replace(entries, notes=(*state.notes, *state.problems, *entries.notes))
+    tensors = {**padded.tensors, **entries.tensors}
+    return Prepared(replace(padded, tensors=tensors, keep_dtype=padded.keep_dtype | entries.tensors.keys()), entries)
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:

@@ -69,6 +69,7 @@ def as_mcore(
             raise
         return _mcore_of_unknown_family(checkpoint)
     names = [b.mcore for b in model.bound.bindings]
+    notes = tuple(n for n in model.notes if n.kind != "config")  # config.json is not written here
     return View(
         checkpoint,
         "mcore",
@@ -78,7 +79,7 @@ def as_mcore(
         None,
         {n: model.tensors[n] for n in names},
         _kept(model.bound, "mcore"),
-        model.notes,
+        notes,
     )
 
 

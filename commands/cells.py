@@ -11,8 +11,7 @@ from ..errors import CkptError
 # C0 and C1 controls (escape sequences start with one), line and paragraph separators, zero-width and direction marks, byte order mark,
 # lone surrogates (undecodable file names), tag characters: whatever moves the cursor, hides text or reorders it.
 _HARMFUL = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e"
-    "\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+    "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
 _SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")

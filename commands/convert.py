@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .layout_options import EP, ETP, FIRST, LAST, PIPELINE, PP, TP, VPP
+
 EPILOG = """Examples:
 
   ckpt convert meta-llama/ run --to torch_dist               HF folder -> Megatron run folder, any TP/PP can load it
@@ -36,29 +38,14 @@ def convert(
         str, typer.Option("--layer-keys", help="torch_dist keys: stacked, per-layer, or auto (as Megatron would).")
     ] = "auto",
     as_iteration: Annotated[int | None, typer.Option("--as-iteration", help="Write iter_N instead of release.", show_default=False)] = None,
-    tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="Cut pieces for this tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Spread files over this many pipeline stages.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", help="Spread experts over this many ranks.")] = 1,
-    etp: Annotated[
-        int | None,
-        typer.Option(
-            "--etp", "--expert-tensor-parallel-size", help="Tensor-parallel size of experts; default: as --tp.", show_default=False
-        ),
-    ] = None,
-    vpp: Annotated[int, typer.Option("--vpp", help="Virtual stages per pipeline rank (legacy).")] = 1,
-    first_layers: Annotated[
-        int | None,
-        typer.Option("--decoder-first-pipeline-num-layers", help="Layers of the first stage, when uneven.", show_default=False),
-    ] = None,
-    last_layers: Annotated[
-        int | None, typer.Option("--decoder-last-pipeline-num-layers", help="Layers of the last stage, when uneven.", show_default=False)
-    ] = None,
-    pipeline_layout: Annotated[
-        str | None,
-        typer.Option(
-            "--pipeline-layout", "--pipeline-model-parallel-layout", help="Layout string as Megatron takes it.", show_default=False
-        ),
-    ] = None,
+    tp: TP = None,
+    pp: PP = None,
+    vpp: VPP = None,
+    ep: EP = None,
+    etp: ETP = None,
+    first_layers: FIRST = None,
+    last_layers: LAST = None,
+    pipeline_layout: PIPELINE = None,
     spec: Annotated[str | None, typer.Option("--spec", help="Names of the legacy format: te or local.", show_default=False)] = None,
     replicas: Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")] = "refuse",
     optimizer: Annotated[str, typer.Option("--optimizer", help="keep, or none to leave optimizer state behind.")] = "keep",
@@ -103,10 +90,10 @@ def convert(
     """
     from ..checkpoint import open_checkpoint
     from ..conversion import plan_conversion, run_conversion
-    from ..layout import ParallelLayout
     from ..options import ConvertOptions
     from ..planning import to_json
     from .convert_report import report_plan, report_result
+    from .layout_options import layout_of
     from .output import Output, parse_size
     from .progress import progress as show_progress
 
@@ -117,9 +104,7 @@ def convert(
         hf_config=str(hf_config) if hf_config else None,
         dtype=dtype,
         layer_keys=layer_keys,
-        layout=ParallelLayout(
-            tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, first_layers=first_layers, last_layers=last_layers, pipeline=pipeline_layout
-        ),
+        layout=layout_of(tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout),
         iteration=as_iteration,
         max_shard_size=parse_size(max_shard_size) if max_shard_size else None,
         divisible_by=divisible_by,

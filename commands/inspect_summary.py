@@ -273,4 +273,3 @@ def _progress(values: Mapping[str, Any]) -> str:
     if flops and _number(flops):
         shown.append(f"{flops:.3g} floating point operations")
     return ", ".join(shown)
-

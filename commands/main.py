@@ -26,6 +26,7 @@ class Entry(NamedTuple):
 COMMANDS = (
     Entry("inspect", "Look", "Say what a checkpoint is: format, iteration, tensors, layout, model arguments"),
     Entry("convert", "Change", "Convert between Hugging Face safetensors and Megatron-Core"),
+    Entry("reshard", "Change", "Move a Megatron checkpoint to another parallel layout, optimizer included"),
     Entry("explain", "Help", "Tell more about an error code, such as E104"),
 )
 

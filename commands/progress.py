@@ -98,8 +98,9 @@ class _Live:
         console = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)
         texts = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[figures]")]
         columns = (texts[0], BarColumn(bar_width=30), texts[1])
-        self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4,
-                             redirect_stdout=False, redirect_stderr=False)  # stdout is the answer, not to be touched
+        self._bar = Progress(
+            *columns, console=console, transient=True, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False
+        )  # stdout is the answer, not to be touched
         self._task = self._bar.add_task(sanitize(self._label), total=self._total, figures="")
         self._bar.start()
 

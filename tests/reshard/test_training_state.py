@@ -85,13 +85,29 @@ def test_random_states_stay_with_their_layout_or_are_dropped_with_a_word(shared,
 
 
 @pytest.mark.case("L11")
-@pytest.mark.parametrize("name", ["llama_dp2_distopt_dpreshard_bf16", "mc013_llama_tp2dp2_distopt_modelspace_bf16"])
-def test_state_tied_to_the_old_layout_is_refused_unless_dropped_on_purpose(shared, tmp_path, name):
-    run = shared / "real" / name / "mcore"
-    done = ckpt("convert", run, tmp_path / "out", "--to", "torch_dist", "--tp", "4")
-    assert (done.returncode == 2 and "E414" in done.stderr and not (tmp_path / "out").exists()) or any(
-        n.startswith("optimizer.state.exp_avg.") for n in read_torch_dist(iteration(tmp_path / "out"))
-    )
+def test_flat_buffers_of_the_distributed_optimizer_become_named_tensors_exactly(shared, tmp_path):
+    """The same run saved as dp_reshardable and as fully_reshardable by Megatron itself: what ckpt makes of one must equal the other."""
+    real = shared / "real"
+    convert(real / "llama_dp2_distopt_dpreshard_bf16" / "mcore", tmp_path / "out", "--to", "torch_dist", "--tp", "4", "--verify")
+    expected = read_torch_dist(iteration(real / "llama_dp2_distopt_fullyreshard_bf16" / "mcore"))
+    assert same(true_rows(expected), true_rows(read_torch_dist(iteration(tmp_path / "out"))))
+
+
+@pytest.mark.case("L11")
+def test_flattened_state_of_older_releases_becomes_loadable_again(shared, tmp_path):
+    run = shared / "real" / "mc013_llama_tp2dp2_distopt_modelspace_bf16" / "mcore"
+    convert(run, tmp_path / "out", "--to", "torch_dist", "--tp", "1", "--verify")
+    made = read_torch_dist(iteration(tmp_path / "out"))
+    weights = {n: t for n, t in made.items() if not n.startswith("optimizer")}
+    masters = {n.removeprefix("optimizer.state.param."): t for n, t in made.items() if n.startswith("optimizer.state.param.")}
+    assert masters.keys() == weights.keys()
+    for name, master in masters.items():  # rounded to nearest even, the float32 weights are the model's
+        rounded = torch.from_numpy(master).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+        assert (true_rows({name: rounded})[name] == true_rows({name: weights[name]})[name]).all(), name
+
+
+def test_state_is_dropped_only_on_purpose(shared, tmp_path):
+    run = shared / "real" / "llama_dp2_distopt_dpreshard_bf16" / "mcore"
     done = convert(run, tmp_path / "weights", "--to", "torch_dist", "--tp", "4", "--optimizer", "none")
     assert "optimizer state was left out" in done.stderr and not any(
         "optimizer" in n for n in read_torch_dist(iteration(tmp_path / "weights"))

@@ -222,5 +222,6 @@ def repair_optimizer(
     model = model_of(view, args)
     chain = max(1, sum(1 for _ in entries((checkpoint.common or {}).get("optimizer"))))
     options = bucket_options(args, sum(t.numel for t in view.tensors.values()), bucket_size, dp)
-    found = list(orders(args, bool(model.expert_count)))
+    # GroupedMLP's buffers hold experts transposed: single elements would have to be moved, too many to plan
+    found = [order for order in orders(args, bool(model.expert_count)) if order[1] != GROUPED]
     return repair_shifted(state, view.tensors, model, found, options, chain, where)

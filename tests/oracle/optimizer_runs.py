@@ -85,6 +85,7 @@ def _build(job: dict[str, Any], output: Path) -> tuple[Any, list[Any]]:
         "overlap_grad_reduce": size is not None,
         "ddp_bucket_size": size,
         "consumed_train_samples": 8,
+        "padded_vocab_size": 256,  # whatever tp is, so that layouts can be compared
     }
     if experts:
         more |= {"moe_ffn_hidden_size": 24, "moe_router_topk": 2}
@@ -165,9 +166,9 @@ def _initialise(parameter: Any, name: str, model: Any) -> None:
 def _sharded(model: Any, parameter: Any, data: Any) -> Iterator[tuple[bool, tuple[int, ...], tuple[tuple[int, ...], str, Any]]]:
     """(whether this rank's copy counts, global offset, (global shape, key, this rank's data with the axes of the global tensor)) of each
     piece of a parameter, as the model's own sharded_state_dict says; `data` is cut like the parameter, without copying."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     if not hasattr(model, "_placed"):
         state, _ = extract_sharded_tensors_and_factories(model.sharded_state_dict(metadata={"singleton_local_shards": False}))
@@ -326,6 +327,7 @@ def _load(job: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     _warm(optimizer)
+    _let_steps_be()
     for model in chunks:  # so that a parameter that silently stays as it was cannot pass for a loaded one
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
@@ -333,11 +335,17 @@ def _load(job: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
     request: dict[str, Any] = {key: model.sharded_state_dict(metadata=dict(metadata)) for key, model in zip(keys, chunks, strict=True)}
     request["optimizer"] = optimizer.sharded_state_dict(request, is_loading=True, metadata=dict(metadata))
     state, _, not_stored = dist_checkpointing.load(request, folder, strict="return_all", validate_access_integrity=False)
-    if not_stored:
-        raise KeyError(f"the run wants what {folder} lacks: {sorted(not_stored)}")
+    missing = sorted(name for name in not_stored if not name.endswith("_extra_state"))  # which hold nothing where the spec is local
+    if missing:
+        raise KeyError(f"the run wants what {folder} lacks: {missing}")
     for key, model in zip(keys, chunks, strict=True):
-        model.load_state_dict(state[key], strict=True)
+        lacking, unexpected = model.load_state_dict(state[key], strict=False)
+        if unexpected or not all(name.endswith("_extra_state") for name in lacking):
+            raise KeyError(f"{folder}: lacking {lacking}, unexpected {unexpected}")
     optimizer.load_state_dict(state["optimizer"])
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for held in one.optimizer.state.values():  # 0.16.1 gives all parameters one and the same tensor, which torch counts up for each
+            held["step"] = held["step"].clone()
 
 
 def _warm(optimizer: Any) -> None:
@@ -356,6 +364,24 @@ def _warm(optimizer: Any) -> None:
             group["lr"], group["weight_decay"] = rate, decay
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def _let_steps_be() -> None:
+    """0.16.1 cannot load the distributed optimizer over torch's Adam (KeyError "step"): the count per parameter, which torch keeps and the
+    fused Adam of a GPU run does not, is looked for among the tensors. It is already there, from the parameter groups: leave it."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    real = DistributedOptimizer._set_main_param_and_optimizer_states
+    if getattr(real, "lets_steps_be", False):
+        return
+
+    def keep_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        real(self, model_param, {**{k: v.clone() for k, v in state.items() if k == "step"}, **tensors})
+
+    keep_step.lets_steps_be = True  # type: ignore[attr-defined]
+    DistributedOptimizer._set_main_param_and_optimizer_states = keep_step
 
 
 def _truth(output: Path, steps: int, chunks: list[Any], optimizer: Any) -> None:

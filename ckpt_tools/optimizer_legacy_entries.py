@@ -57,12 +57,16 @@ def rank_optimizer(
     args: Mapping[str, Any],
     bucket_size: int | None = None,
     first_stage: bool = True,
+    dense: bool = True,
+    experts: bool = True,
 ) -> RankOptimizer:
     """One rank's optimizer files.
 
     entries      as optimizer_entries gives them: FULLY_RESHARDABLE for form DISTRIBUTED, NON_DISTRIBUTED for INDEXED.
     chunks       the rank's parameters per model chunk, in registration order (optimizer_order.rank_parameters).
     bucket_size  elements per bucket of the target run, None = one bucket; only the first chunk of the first stage is divided.
+    dense        whether this rank is the first of its data-parallel group, which writes the flat buffers of the dense parameters;
+    experts      of its expert data-parallel group likewise. Matters where experts are optimized apart.
     Errors: E227 when a parameter's group cannot be told.
     """
     chained = list(entries.common.values()) if entries.common and all(type(k) is int for k in entries.common) else [entries.common]
@@ -75,7 +79,8 @@ def rank_optimizer(
         if form == DISTRIBUTED:
             dp = max(1, layout.tp * layout.cp * layout.dp // (layout.expert_tp * layout.ep)) if for_experts else layout.dp * layout.cp
             common.append({k: v for k, v in entry.items() if k != "param_state_sharding_type"})
-            distrib.append(_world(entries, own, dp, bucket_size if first_stage else None))
+            held = (experts if for_experts else dense) or not apart
+            distrib.append(_world(entries, own, dp, bucket_size if first_stage else None) if held else None)
         else:
             common.append(_indexed(entries, entry, [p for chunk in own for p in chunk], args))
     return RankOptimizer(common if apart else common[0], None if form != DISTRIBUTED else distrib if apart else distrib[0])

@@ -12,13 +12,14 @@ from .dtypes import DTYPES, dtype
 from .errors import CkptError
 from .execution import Progress, Result, execute
 from .formats.hf_writer import TargetLayout, layout_hf
-from .formats.torch_legacy import Legacy, check_replicas
+from .formats.torch_legacy import Legacy
 from .hf_layouts import family_names
 from .hf_template import final_config, find_template, side_copies
 from .megatron_target import has_optimizer, lay_out, prepared
 from .notes import Note
 from .options import ConvertOptions
 from .planning import Plan, build_moves, cast_notes
+from .replicas import check_replicas
 from .views import View, as_hf, as_mcore
 from .vocabulary import cut_notes, repad
 
@@ -44,7 +45,7 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         if options.replicas == "first":
             notes = [Note("assumed", "", "copies on other ranks were not compared; the first rank's was used, as asked")]
         else:
-            check_replicas(checkpoint.details)
+            check_replicas(checkpoint.details, buffer=options.buffer)
     if options.to == "hf":
         return _plan_hf(checkpoint, options)
     return _plan_megatron(checkpoint, options)
@@ -263,7 +264,7 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     else:
         source = as_mcore(_with_vocab(checkpoint, options), family=options.family)
         made = as_mcore(result, family=options.family)
-        if options.to == "torch_dist":
+        if options.to in ("torch_dist", "torch"):
             source, made = prepared(checkpoint, source, options).view, prepared(result, made, options).view
         rows = int(source.args.get("vocab_size") or source.dims.padded_vocab)
         expected, found = dict(repad(source, rows).tensors), dict(repad(made, rows).tensors)

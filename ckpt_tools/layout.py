@@ -22,6 +22,8 @@ class ParallelLayout:
     first_layers, last_layers  decoder layers of the first / last pipeline stage when they differ from the others.
     pipeline  a layout string as Megatron takes it ("Et*3|(t*4|)*2t*3L"): E embedding, t a layer, m an MTP layer, L the loss; stages are
     separated by |, in the order in which activations pass them.
+    count_embedding, count_loss  the embedding / the loss counts as a layer when layers are spread evenly (Megatron's
+    account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
     """
 
     tp: int = 1
@@ -34,16 +36,36 @@ class ParallelLayout:
     first_layers: int | None = None
     last_layers: int | None = None
     pipeline: str | None = None
+    count_embedding: bool = False
+    count_loss: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "ep", "cp", "dp"):
-            if getattr(self, name) < 1:
-                raise CkptError("E401", f"--{name} must be at least 1", found=str(getattr(self, name)))
+        for name in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise CkptError("E401", f"--{name} must be at least 1", found=str(size))
+        if self.pp == 1 and self.vpp > 1:
+            raise CkptError(
+                "E401", "virtual stages need more than one pipeline stage", expected="--pp 2 or more", found=f"--vpp {self.vpp}"
+            )
+        uneven = self.first_layers is not None or self.last_layers is not None
+        counted = self.count_embedding or self.count_loss
+        if uneven + counted + (self.pipeline is not None) > 1:
+            raise CkptError(
+                "E401",
+                "the layers can be spread in one way only",
+                expected="sizes of the first and last stage, or the embedding and loss counted as layers, or a pipeline layout",
+            )
 
     @property
     def expert_tp(self) -> int:
         """Tensor-parallel size of the experts."""
         return self.tp if self.etp is None else self.etp
+
+    @property
+    def virtual(self) -> int:
+        """Virtual stages per pipeline rank: vpp, or what the pipeline layout string says."""
+        return self.vpp if self.pipeline is None else max(1, len(expand_pipeline(self.pipeline)) // self.pp)
 
     def arguments(self) -> dict[str, Any]:
         """The layout under the names of Megatron's arguments."""
@@ -55,9 +77,11 @@ class ParallelLayout:
             "expert_tensor_parallel_size": self.expert_tp,
             "data_parallel_size": self.dp,
             "world_size": max(self.tp * self.cp, self.stage_ranks) * self.pp * self.dp,
-            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
             "decoder_first_pipeline_num_layers": self.first_layers,
             "decoder_last_pipeline_num_layers": self.last_layers,
+            "account_for_embedding_in_pipeline_split": self.count_embedding,
+            "account_for_loss_in_pipeline_split": self.count_loss,
             "pipeline_model_parallel_layout": self.pipeline,
         }
 
@@ -70,11 +94,11 @@ class ParallelLayout:
         """(pipeline stage, virtual stage) -> the global decoder layers it holds. E402 when they do not add up."""
         if self.pipeline is not None:
             counts = [text.count("t") for text in expand_pipeline(self.pipeline)]
-            if len(counts) % self.pp:
+            if len(counts) % self.pp or (self.vpp > 1 and len(counts) != self.pp * self.vpp):
                 raise CkptError(
                     "E402",
                     "the pipeline layout does not fit the pipeline size",
-                    expected=f"a multiple of {self.pp} stages",
+                    expected=f"{self.pp * self.vpp} stages" if self.vpp > 1 else f"a multiple of {self.pp} stages",
                     found=f"{len(counts)}",
                 )
         else:
@@ -90,15 +114,20 @@ class ParallelLayout:
         return result
 
     def _even(self, layers: int) -> list[int]:
+        """Layers of each virtual stage, in the order in which activations pass them."""
         parts = self.pp * self.vpp
         if self.first_layers is None and self.last_layers is None:
-            if layers % parts:
+            counted = layers + self.count_embedding + self.count_loss
+            if counted % parts:
                 raise CkptError(
                     "E402",
-                    f"{layers} layers cannot be split evenly over pp {self.pp} x vpp {self.vpp}",
+                    f"{counted} layers cannot be split evenly over pp {self.pp} x vpp {self.vpp}",
                     hint="give --pipeline-layout, or other sizes for the first and last stage",
                 )
-            return [layers // parts] * parts
+            counts = [counted // parts] * parts
+            counts[0] -= self.count_embedding
+            counts[-1] -= self.count_loss
+            return counts
         fixed = {i: n for i, n in ((0, self.first_layers), (self.pp - 1, self.last_layers)) if n is not None}
         rest, left = self.pp - len(fixed), layers - sum(fixed.values())
         if left < 0 or (rest == 0 and left) or (rest and left % rest):

@@ -123,7 +123,7 @@ def unify_norms(tensors: dict[str, TensorMetadata], where: str) -> dict[str, Ten
     """
     renamed: dict[str, TensorMetadata] = {}
     for name, tensor in tensors.items():
-        new = _norm_name(name, tensors)
+        new = norm_name(name, tensors)
         if new in renamed or (new != name and new in tensors):
             raise CkptError("E305", "a norm is stored under two names", where=f"{where}: {name}", found=f"{name} and {new}")
         renamed[new] = replace(tensor, fqn=new) if new != name else tensor
@@ -135,7 +135,7 @@ _NORM = re.compile(
 )
 
 
-def _norm_name(name: str, tensors: Mapping[str, TensorMetadata]) -> str:
+def norm_name(name: str, tensors: Mapping[str, TensorMetadata]) -> str:
     match = _NORM.match(name)
     if match is None:
         return name

@@ -239,6 +239,8 @@ def grouped_parameters(parameters: list[Parameter]) -> list[Parameter]:
     result = []
     for matrix in ("linear_fc1", "linear_fc2"):
         parts = [p for p in parameters if f".{matrix}." in p.name]
+        if not parts:
+            continue
         pieces, start = [], 0
         for part in parts:
             piece = part.pieces[0]

@@ -17,7 +17,7 @@ from ckpt_tools.formats.torch_legacy import Legacy
 from ckpt_tools.optimizer import model_of, read_optimizer
 from ckpt_tools.optimizer_entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, optimizer_entries
 from ckpt_tools.optimizer_legacy_entries import DISTRIBUTED, INDEXED, RankOptimizer, rank_optimizer
-from ckpt_tools.optimizer_order import SEQUENTIAL, Place, rank_parameters, source_layout
+from ckpt_tools.optimizer_order import GROUPED, SEQUENTIAL, Place, rank_parameters, source_layout
 from ckpt_tools.planning import Placement, Plan, TargetFile, build_moves
 from ckpt_tools.views import as_mcore
 
@@ -49,7 +49,9 @@ def written(runs: Runs, name: str, target: Path) -> dict[str, tuple[Any, Any, Pa
 
     assert isinstance(checkpoint.details, Legacy)
     for rank in checkpoint.details.ranks:
-        chunks = rank_parameters(model, Place(rank.tp, rank.pp, rank.ep, rank.etp), "local", SEQUENTIAL)
+        chunks = rank_parameters(
+            model, Place(rank.tp, rank.pp, rank.ep, rank.etp), "local", GROUPED if JOBS[name].get("grouped") else SEQUENTIAL
+        )
         made: RankOptimizer = rank_optimizer(
             entries,
             chunks,

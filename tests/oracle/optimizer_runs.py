@@ -14,8 +14,10 @@ The global batch is four sequences whatever the layout. The first failing job en
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,7 +112,7 @@ def _build(job: dict[str, Any], output: Path) -> tuple[Any, list[Any]]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=bool(job.get("grouped")), normalization=config.normalization)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,
@@ -137,6 +139,11 @@ def _patch_experts() -> None:
     if not torch.cuda.is_available():
         torch.cuda.Stream.record_event = lambda self, event=None: torch.cuda.Event()
         torch.cuda.Event = type("Event", (), {"synchronize": lambda self: None, "record": lambda self, stream=None: None})
+    if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util"):  # GroupedMLP (to 0.16) wants a CUDA extension
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        if grouped_gemm_util.ops is None:
+            grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = types.SimpleNamespace(gmm=_multiply_one_by_one)
     real = dist.all_to_all_single
     if getattr(real, "takes_tensors", False):
         return
@@ -147,6 +154,13 @@ def _patch_experts() -> None:
 
     all_to_all_single.takes_tensors = True  # type: ignore[attr-defined]
     dist.all_to_all_single = all_to_all_single
+
+
+def _multiply_one_by_one(rows: Any, matrices: Any, counts: Any, trans_b: bool = False) -> Any:
+    import torch
+
+    parts = torch.split(rows, [int(n) for n in counts])
+    return torch.cat([part @ (matrix.T if trans_b else matrix) for part, matrix in zip(parts, matrices, strict=True)])
 
 
 def _initialise(parameter: Any, name: str, model: Any) -> None:

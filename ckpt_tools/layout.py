@@ -197,12 +197,20 @@ def is_expert(name: str) -> bool:
 def rank_boxes(name: str, shape: Shape, tp: int, gated: bool) -> list[tuple[int, Shape, Shape]]:
     """(tp rank, offset, shape) of the boxes that the ranks hold; one or, for gate and up, two per rank. A tensor every rank holds
     whole is listed for rank 0 only. E403 when a size is not divisible."""
+    if cut_of(name, gated) is None or not shape:
+        return [(0, (0,) * len(shape), shape)]
+    boxes = [(rank, *box) for rank in range(tp) for box in rank_box(name, shape, tp, rank, gated)]
+    return sorted(boxes, key=lambda b: b[1])
+
+
+def rank_box(name: str, shape: Shape, tp: int, rank: int, gated: bool) -> tuple[tuple[Shape, Shape], ...]:
+    """(offset, shape) of what one rank holds: a box, or two for gate and up; all of a tensor that is not cut. E403 as rank_boxes."""
     cut = cut_of(name, gated)
     if cut is None or not shape:
-        return [(0, (0,) * len(shape), shape)]
+        return (((0,) * len(shape), shape),)
     axis, halves = (0, 2) if cut == "glu" else (int(cut), 1)
-    size = shape[axis]
-    if size % (halves * tp):
+    size = shape[axis] if axis < len(shape) else 0
+    if not size or size % (halves * tp):
         raise CkptError(
             "E403",
             f"{name} cannot be cut for tp {tp}",
@@ -211,13 +219,9 @@ def rank_boxes(name: str, shape: Shape, tp: int, gated: bool) -> list[tuple[int,
             found=f"shape {list(shape)}, axis {axis}",
         )
     step = size // (halves * tp)
-    boxes = []
-    for half in range(halves):
-        for rank in range(tp):
-            offset = [0] * len(shape)
-            offset[axis] = (half * tp + rank) * step
-            boxes.append((rank, tuple(offset), (*shape[:axis], step, *shape[axis + 1 :])))
-    return boxes
+    box = (*shape[:axis], step, *shape[axis + 1 :])
+    starts = ((half * tp + rank) * step for half in range(halves))
+    return tuple((tuple(start if i == axis else 0 for i in range(len(shape))), box) for start in starts)
 
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")

@@ -13,12 +13,17 @@ from .formats.hf_writer import TargetLayout
 from .formats.pickles import DTypeRef, Namespace
 from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
 from .formats.torch_legacy import Legacy
-from .formats.torch_legacy_writer import layout_legacy
+from .formats.torch_legacy_writer import RankState, layout_legacy
 from .hf_template import carried_files, find_template
+from .holdings import expert_count
+from .layout import ParallelLayout
 from .naming import homogeneous
 from .notes import Note
-from .optimizer import read_optimizer, repad_state
+from .optimizer import read_optimizer
 from .optimizer_entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, OptimizerEntries, optimizer_entries
+from .optimizer_legacy_entries import DISTRIBUTED, INDEXED, rank_optimizer
+from .optimizer_order import GROUPED, SEQUENTIAL, TE_GROUPED, Model, Place, rank_parameters
+from .optimizer_state import repad_state
 from .options import ConvertOptions
 from .training_state import random_states
 from .views import View
@@ -66,12 +71,11 @@ def lay_out(
     details: dict[str, Any] = {"format": options.to, "iteration": "release" if iteration is None else iteration}
     gated, layers = bool(args.get("swiglu", True)), view.dims.layers
     if legacy:
-        spec = options.spec or (checkpoint.details.spec if isinstance(checkpoint.details, Legacy) else "te")
-        notes += _lost_state(checkpoint)
-        if spec not in ("te", "local"):
-            raise CkptError("E410", f"there is no layer spec {spec!r}", expected="te, local")
+        spec, experts = _layer_spec(checkpoint, view.args, options)
+        stored |= _spec_args(spec, experts)
+        notes += _lost_state(checkpoint, optimizer=optimizer is None)
         laid = layout_legacy(
-            view.tensors,
+            {n: t for n, t in view.tensors.items() if not is_optimizer(n)},
             dtypes,
             common=common,
             iteration=iteration,
@@ -80,9 +84,13 @@ def lay_out(
             gated=gated,
             tied=view.dims.tied,
             spec=spec,
+            experts=experts,
             copies=copies,
+            optimizer=None if optimizer is None else _rank_states(view, optimizer, layout, spec, experts, stored),
         )
-        details |= {"spec": spec}
+        if optimizer is not None:
+            notes += optimizer.notes
+        details |= {"spec": spec, **({"experts": experts} if expert_count(view.tensors) else {})}
     else:
         stacked = _stacked(view, args, options)
         # Megatron asks for the keys that content_metadata names, stacked unless it says otherwise
@@ -131,22 +139,55 @@ def prepared(checkpoint: Checkpoint, view: View, options: ConvertOptions) -> Pre
     padded = repad(view, rows)
     if options.optimizer == "none" or not has_optimizer(checkpoint):
         return Prepared(padded, None)
-    if options.to != "torch_dist" or isinstance(checkpoint.details, Legacy):
-        raise CkptError(
-            "E410",
-            "the optimizer state of the legacy format is not moved yet, and would be left behind",
-            where=checkpoint.location.directory,
-            hint="--optimizer none drops it on purpose",
-        )
     vocab = int(view.args.get("vocab_size") or view.dims.padded_vocab)
     state = repad_state(read_optimizer(checkpoint, view), vocab, rows)
     form = options.optimizer
     if form == "keep":
-        form = NON_DISTRIBUTED if state.kind in ("float16", "float32") else FULLY_RESHARDABLE
+        form = NON_DISTRIBUTED if state.kind in ("float16", "float32", "indexed") else FULLY_RESHARDABLE
     entries = optimizer_entries(state, form, weights=padded.tensors, layout=options.layout)
     entries = replace(entries, notes=(*state.notes, *state.problems, *entries.notes))
     tensors = {**padded.tensors, **entries.tensors}
     return Prepared(replace(padded, tensors=tensors, keep_dtype=padded.keep_dtype | entries.tensors.keys()), entries)
+
+
+def _layer_spec(checkpoint: Checkpoint, args: Mapping[str, Any], options: ConvertOptions) -> tuple[str, str]:
+    """("te" | "local", how experts are stored) of the legacy format: as asked, else as the source, else as Transformer Engine's."""
+    source = checkpoint.details if isinstance(checkpoint.details, Legacy) else None
+    megatron = checkpoint.format != "hf"
+    spec = options.spec or (source.spec if source else "local" if megatron and args.get("transformer_impl") == "local" else "te")
+    if spec not in ("te", "local"):
+        raise CkptError("E410", f"there is no layer spec {spec!r}", expected="te, local")
+    if options.experts is not None:
+        return spec, options.experts
+    if source is not None and (options.spec in (None, source.spec)):
+        return spec, source.experts
+    if source is None and megatron and args.get("moe_grouped_gemm"):
+        return spec, GROUPED if spec == "local" or args.get("moe_use_legacy_grouped_gemm") else TE_GROUPED
+    return spec, SEQUENTIAL if spec == "local" or (megatron and args.get("moe_grouped_gemm") is False) else TE_GROUPED
+
+
+def _spec_args(spec: str, experts: str) -> dict[str, Any]:
+    return {
+        "transformer_impl": "local" if spec == "local" else "transformer_engine",
+        "moe_grouped_gemm": experts != SEQUENTIAL,
+        "moe_use_legacy_grouped_gemm": experts == GROUPED,
+    }
+
+
+def _rank_states(
+    view: View, entries: OptimizerEntries, layout: ParallelLayout, spec: str, experts: str, args: Mapping[str, Any]
+) -> RankState:
+    """What each rank's file of the legacy format holds of the optimizer."""
+    weights = {n: t for n, t in view.tensors.items() if not is_optimizer(n)}
+    model = Model(weights, layout, bool(view.args.get("swiglu", True)), view.dims.tied, view.dims.layers)
+    form = DISTRIBUTED if entries.arguments.get("use_distributed_optimizer") else INDEXED
+
+    def state(tp: int, pp: int, ep: int, etp: int) -> tuple[Any, Any]:
+        chunks = rank_parameters(model, Place(tp, pp, ep, etp), spec, experts)
+        made = rank_optimizer(entries, chunks, layout, form, args=args, first_stage=pp == 0)
+        return made.optimizer, made.distrib
+
+    return state
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:

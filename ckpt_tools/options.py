@@ -15,8 +15,8 @@ class ConvertOptions:
     dtype of floating tensors;  layer_keys "auto" | "stacked" | "per-layer";  layout ranks to cut for;
     iteration number to write (None = that of a Megatron source, else `release`);  max_shard_size bytes;
     divisible_by, padded_vocab, vocab sizes of the vocabulary;  weights_from "auto" | "safetensors" | "megatron" when both are there;
-    spec "te" | "local" names of the legacy format;  replicas "refuse" | "first" when copies on ranks differ;
-    optimizer "keep" | "none";  buffer bytes per thread.
+    spec "te" | "local" names of the legacy format;  experts "te_grouped" | "sequential" | "grouped" how it stores experts;
+    replicas "refuse" | "first" when copies on ranks differ;  optimizer "keep" | "none";  buffer bytes per thread.
     """
 
     to: str
@@ -32,6 +32,7 @@ class ConvertOptions:
     vocab: int | None = None
     weights_from: str = "auto"
     spec: str | None = None
+    experts: str | None = None
     replicas: str = "refuse"
     optimizer: str = "keep"
     strip_remote_code: bool = False

@@ -13,24 +13,19 @@ from .formats.hf_writer import TargetLayout
 from .formats.pickles import DTypeRef, Namespace
 from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
 from .formats.torch_legacy import Legacy
-from .formats.torch_legacy_writer import RankState, layout_legacy
+from .formats.torch_legacy_writer import layout_legacy
 from .hf_template import carried_files, find_template
 from .holdings import expert_count
-from .layout import ParallelLayout
+from .legacy_target import layer_spec, rank_states, spec_args
 from .naming import homogeneous
 from .notes import Note
 from .optimizer import read_optimizer
 from .optimizer_entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, OptimizerEntries, optimizer_entries
-from .optimizer_legacy_entries import DISTRIBUTED, INDEXED, rank_optimizer
-from .optimizer_order import GROUPED, SEQUENTIAL, TE_GROUPED, Model, Place, rank_parameters
 from .optimizer_state import repad_state
 from .options import ConvertOptions
-from .training_state import random_states
+from .training_state import common_state, random_states, rank_random_states
 from .views import View
 from .vocabulary import divisor, pad_notes, padded_rows, repad
-
-# training state that any layout can use
-KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 
 
 def lay_out(
@@ -54,26 +49,28 @@ def lay_out(
     for name in DTYPE_ATTRIBUTES:
         if isinstance(stored.get(name), str):
             stored[name] = DTypeRef(stored[name])
+    spec, experts = layer_spec(checkpoint, view.args, options)
+    if legacy:
+        stored |= spec_args(spec, experts)
     common: dict[str, Any] = {
         "args": Namespace(stored),
         "checkpoint_version": 3.0,
         "iteration": iteration or 0,
         "num_floating_point_operations_so_far": 0.0,
     }
-    source = checkpoint.common or {}
-    common |= {k: source[k] for k in KEPT if k in source}
+    kept, dropped = common_state(checkpoint)
+    common |= kept
     if optimizer is not None:
         common["optimizer"] = optimizer.common
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     template = find_template(checkpoint, options)
     made, copies, carried = carried_files(template, folder)
-    notes = [*template.notes, *carried, *pad_notes(view)]
+    notes = [*template.notes, *carried, *pad_notes(view), *dropped]
     details: dict[str, Any] = {"format": options.to, "iteration": "release" if iteration is None else iteration}
     gated, layers = bool(args.get("swiglu", True)), view.dims.layers
     if legacy:
-        spec, experts = _layer_spec(checkpoint, view.args, options)
-        stored |= _spec_args(spec, experts)
-        notes += _lost_state(checkpoint, optimizer=optimizer is None)
+        random, told = rank_random_states(checkpoint, layout)
+        notes += [*told, *_lost_optimizer(checkpoint, optimizer)]
         laid = layout_legacy(
             {n: t for n, t in view.tensors.items() if not is_optimizer(n)},
             dtypes,
@@ -86,7 +83,8 @@ def lay_out(
             spec=spec,
             experts=experts,
             copies=copies,
-            optimizer=None if optimizer is None else _rank_states(view, optimizer, layout, spec, experts, stored),
+            optimizer=None if optimizer is None else rank_states(view, optimizer, layout, spec, experts, stored),
+            states={place: {"rng_state": state} for place, state in random.items()},
         )
         if optimizer is not None:
             notes += optimizer.notes
@@ -98,8 +96,8 @@ def lay_out(
         if optimizer is not None:
             common["content_metadata"] |= optimizer.content
             notes += optimizer.notes
-        states, random = random_states(checkpoint, layout)
-        notes += [*random, *_lost_state(checkpoint, optimizer=optimizer is None, random=False)]
+        states, told = random_states(checkpoint, layout)
+        notes += [*told, *_lost_optimizer(checkpoint, optimizer)]
         laid = layout_torch_dist(
             view.tensors,
             dtypes,
@@ -150,46 +148,6 @@ def prepared(checkpoint: Checkpoint, view: View, options: ConvertOptions) -> Pre
     return Prepared(replace(padded, tensors=tensors, keep_dtype=padded.keep_dtype | entries.tensors.keys()), entries)
 
 
-def _layer_spec(checkpoint: Checkpoint, args: Mapping[str, Any], options: ConvertOptions) -> tuple[str, str]:
-    """("te" | "local", how experts are stored) of the legacy format: as asked, else as the source, else as Transformer Engine's."""
-    source = checkpoint.details if isinstance(checkpoint.details, Legacy) else None
-    megatron = checkpoint.format != "hf"
-    spec = options.spec or (source.spec if source else "local" if megatron and args.get("transformer_impl") == "local" else "te")
-    if spec not in ("te", "local"):
-        raise CkptError("E410", f"there is no layer spec {spec!r}", expected="te, local")
-    if options.experts is not None:
-        return spec, options.experts
-    if source is not None and (options.spec in (None, source.spec)):
-        return spec, source.experts
-    if source is None and megatron and args.get("moe_grouped_gemm"):
-        return spec, GROUPED if spec == "local" or args.get("moe_use_legacy_grouped_gemm") else TE_GROUPED
-    return spec, SEQUENTIAL if spec == "local" or (megatron and args.get("moe_grouped_gemm") is False) else TE_GROUPED
-
-
-def _spec_args(spec: str, experts: str) -> dict[str, Any]:
-    return {
-        "transformer_impl": "local" if spec == "local" else "transformer_engine",
-        "moe_grouped_gemm": experts != SEQUENTIAL,
-        "moe_use_legacy_grouped_gemm": experts == GROUPED,
-    }
-
-
-def _rank_states(
-    view: View, entries: OptimizerEntries, layout: ParallelLayout, spec: str, experts: str, args: Mapping[str, Any]
-) -> RankState:
-    """What each rank's file of the legacy format holds of the optimizer."""
-    weights = {n: t for n, t in view.tensors.items() if not is_optimizer(n)}
-    model = Model(weights, layout, bool(view.args.get("swiglu", True)), view.dims.tied, view.dims.layers)
-    form = DISTRIBUTED if entries.arguments.get("use_distributed_optimizer") else INDEXED
-
-    def state(tp: int, pp: int, ep: int, etp: int) -> tuple[Any, Any]:
-        chunks = rank_parameters(model, Place(tp, pp, ep, etp), spec, experts)
-        made = rank_optimizer(entries, chunks, layout, form, args=args, first_stage=pp == 0)
-        return made.optimizer, made.distrib
-
-    return state
-
-
 def has_optimizer(checkpoint: Checkpoint) -> bool:
     """Whether a Megatron checkpoint holds optimizer state in any form."""
     if isinstance(checkpoint.details, Legacy):
@@ -236,15 +194,7 @@ def _needs_layer_keys(args: Mapping[str, Any]) -> bool:
     return isinstance(frequency, (list, tuple)) or (isinstance(frequency, int) and frequency > 1)
 
 
-def _lost_state(checkpoint: Checkpoint, *, optimizer: bool = True, random: bool = True) -> list[Note]:
-    notes = []
-    common = checkpoint.common or {}
-    if optimizer and has_optimizer(checkpoint):
-        notes.append(Note("dropped", "optimizer", "the optimizer state was left out, as asked"))
-    if random and ("rng_state" in common or any(o.key == "rng_state" for o in checkpoint.objects.values())):
-        notes.append(Note("dropped", "rng_state", "random states belong to the ranks of the old layout; Megatron seeds new ones"))
-    stored = {o.key for o in checkpoint.objects.values()} | set(common)
-    notes.extend(
-        Note("dropped", name, "belongs to the ranks of the old layout") for name in sorted(stored) if name.startswith("rerun_state_machine")
-    )
-    return notes
+def _lost_optimizer(checkpoint: Checkpoint, optimizer: OptimizerEntries | None) -> list[Note]:
+    if optimizer is not None or not has_optimizer(checkpoint):
+        return []
+    return [Note("dropped", "optimizer", "the optimizer state was left out, as asked")]

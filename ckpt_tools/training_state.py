@@ -1,30 +1,81 @@
-"""The random states of a run: kept with their layout, dropped with a word otherwise."""
+"""The state of a run besides weights and optimizer: kept where the new layout can use it, named when it is dropped."""
 
 from __future__ import annotations
 
 import os
+import re
+from math import prod
+from typing import Any
 
 from .checkpoint import Checkpoint
+from .dtypes import dtype
+from .families.megatron_args import plain
+from .formats.pickles import TensorRef, TensorSpec
+from .formats.torch_legacy import Legacy
+from .formats.torch_zip import TorchFile
 from .layout import ParallelLayout
 from .notes import Note
 
 OBJECT_LIMIT = 64 * 2**20  # bytes; a rank's random state has about 20 kB
+# what the writers make anew, and what other modules look after
+_OWN = re.compile(r"args|checkpoint_version|iteration|content_metadata|optimizer|model\d*|rng_state")
+_LOST = "random states belong to the ranks of the old layout; Megatron seeds new ones"
+
+
+def common_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Note]]:
+    """The entries of the common state that any layout can use (schedule, counters, whatever is plain), and what is lost.
+
+    The state of Megatron's rerun machine belongs to ranks; what is no plain value may refer to files of the source.
+    """
+    common = checkpoint.common or {}
+    kept = {k: v for k, v in common.items() if not _OWN.fullmatch(str(k)) and not _of_ranks(k) and plain(v)}
+    names = {o.key for o in checkpoint.objects.values()} | set(common)
+    lost = [Note("dropped", n, "belongs to the ranks of the old layout") for n in sorted(names) if _of_ranks(n)]
+    others = sorted(str(k) for k in common if k not in kept and not _OWN.fullmatch(str(k)) and not _of_ranks(k))
+    return kept, lost + [Note("dropped", n, "is no plain value, so it cannot be carried over") for n in others]
+
+
+def _of_ranks(name: Any) -> bool:
+    return str(name).startswith("rerun_state_machine")
 
 
 def random_states(checkpoint: Checkpoint, layout: ParallelLayout) -> tuple[list[tuple[str, bytes]], list[Note]]:
-    """(full name, stored record) of the random states that the new layout can use, and what is lost.
+    """(full name, stored record) of the random states that torch_dist can keep, and what is lost.
 
     They belong to ranks: they are kept when tensor and pipeline sizes stay, byte for byte, and dropped otherwise.
     """
     found = [o for o in checkpoint.objects.values() if o.key == "rng_state"]
     if not found and "rng_state" not in (checkpoint.common or {}):
         return [], []
-    lost = [Note("dropped", "rng_state", "random states belong to the ranks of the old layout; Megatron seeds new ones")]
     if not found or any(o.grid[:2] != (layout.pp, layout.tp) or o.extent.length > OBJECT_LIMIT for o in found):
-        return [], lost
+        return [], [Note("dropped", "rng_state", _LOST)]
     kept = []
     for stored in found:
         with open(stored.extent.path, "rb") as file:
             record = os.pread(file.fileno(), stored.extent.length, stored.extent.offset)
         kept.append((stored.fqn, record))
     return kept, [Note("kept", "rng_state", "random states of all ranks, byte for byte: tp and pp stay")]
+
+
+def rank_random_states(checkpoint: Checkpoint, layout: ParallelLayout) -> tuple[dict[tuple[int, int, int], Any], list[Note]]:
+    """(tp, pp, ep) -> random state of a rank's file of the legacy format, and what is lost: all of them unless the sizes stay."""
+    legacy = checkpoint.details
+    if not any(o.key == "rng_state" for o in checkpoint.objects.values()) and "rng_state" not in (checkpoint.common or {}):
+        return {}, []
+    if isinstance(legacy, Legacy) and (legacy.tp, legacy.pp, legacy.ep) == (layout.tp, layout.pp, layout.ep):
+        states = {(r.tp, r.pp, r.ep): _with_bytes(r.file.value.get("rng_state"), r.file) for r in legacy.ranks}
+        if all(s is not None for s in states.values()):
+            return states, [Note("kept", "rng_state", "random states of all ranks: tp, pp and ep stay")]
+    return {}, [Note("dropped", "rng_state", f"{_LOST} when it is started with --no-load-rng")]
+
+
+def _with_bytes(value: Any, file: TorchFile) -> Any:
+    """The value with its tensors' bytes in it; None when they are too large for a random state."""
+    if isinstance(value, TensorRef):
+        size = prod(value.shape) * dtype(value.dtype).itemsize
+        return TensorSpec(value.dtype, value.shape, file.read(value)) if size <= OBJECT_LIMIT else None
+    if type(value) is dict:
+        return {k: _with_bytes(v, file) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_bytes(v, file) for v in value)
+    return value

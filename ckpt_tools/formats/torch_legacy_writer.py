@@ -56,6 +56,7 @@ def layout_legacy(
     experts: str | None = None,
     copies: tuple[Copied, ...] = (),
     optimizer: RankState | None = None,
+    states: Mapping[tuple[int, int, int], Mapping[str, Any]] | None = None,
 ) -> TargetLayout:
     """Lay out canonical Megatron tensors as the rank files of one iteration.
 
@@ -66,6 +67,7 @@ def layout_legacy(
     spec       "te" or "local": how norms are called.   experts  how experts are stored: "te_grouped", "sequential" or "grouped"; None: as
                the spec has it, te_grouped or sequential.
     optimizer  what each rank's file holds of the optimizer; its holes are tagged with tuples of Fills (or what has their fields).
+    states     (tp, pp, ep) -> what else that rank's file holds.
     Errors: E402/E403 sizes that cannot be spread or cut.
     """
     form = experts or (TE_GROUPED if spec == "te" else SEQUENTIAL)
@@ -74,7 +76,7 @@ def layout_legacy(
     files: list[TargetFile] = []
     placements: list[Placement] = []
     for rank, held in _with_files(holdings(layout, tensors, Structure(layers, gated, tied))):
-        state = {**common, **_models(held, dtypes, layout, spec, form)}
+        state = {**common, **_models(held, dtypes, layout, spec, form), **(states or {}).get(rank[:3], {})}
         distributed = None
         if optimizer is not None:
             state["optimizer"], distributed = optimizer(rank.tp, rank.pp, rank.ep, rank.etp)

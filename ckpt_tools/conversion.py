@@ -62,27 +62,6 @@ def plan(source: str | os.PathLike[str] | Checkpoint, to: str, *, iteration: str
     return plan_conversion(checkpoint, ConvertOptions(to=to, **options))
 
 
-def plan_reshard(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
-    """The plan that moves a Megatron checkpoint to options.layout in its own format. E410 for a format without ranks."""
-    if checkpoint.format not in ("torch_dist", "torch"):
-        raise CkptError(
-            "E410",
-            f"the format {checkpoint.format!r} knows no parallel layout",
-            where=checkpoint.location.directory,
-            expected="torch_dist, torch",
-            hint="`ckpt convert` makes a Megatron checkpoint of it",
-        )
-    made = plan_conversion(checkpoint, replace(options, to=checkpoint.format))
-    if checkpoint.format == "torch_dist":
-        told = Note(
-            "kept",
-            "",
-            "torch_dist belongs to no layout: any TP and PP could have loaded the source; the pieces are cut to suit the new ranks",
-        )
-        made = replace(made, notes=(told, *made.notes))
-    return made
-
-
 def choose_weights(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, list[Note]]:
     """The checkpoint whose weights are to be converted: of a split checkpoint the safetensors beside the iteration folder.
 

@@ -84,7 +84,7 @@ def source_layout(args: Mapping[str, Any]) -> ParallelLayout:
     if isinstance(pipeline, list) and all(isinstance(stage, list) for stage in pipeline):
         letters = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
         pipeline = "|".join("".join(letters.get(str(part).lower(), "?") for part in stage) for stage in pipeline)
-    vpp = size("virtual_pipeline_model_parallel_size")
+    vpp = size("virtual_pipeline_model_parallel_size") if pp > 1 else 1
     if not isinstance(pipeline, str):
         pipeline = None
     return ParallelLayout(
@@ -98,6 +98,8 @@ def source_layout(args: Mapping[str, Any]) -> ParallelLayout:
         first_layers=optional("decoder_first_pipeline_num_layers"),
         last_layers=optional("decoder_last_pipeline_num_layers"),
         pipeline=pipeline,
+        count_embedding=args.get("account_for_embedding_in_pipeline_split") is True,
+        count_loss=args.get("account_for_loss_in_pipeline_split") is True,
     )
 
 

@@ -169,9 +169,10 @@ class MoveBuilder:
 
 
 def merge_axes(shape: Shape, source: Shape, target: Shape, source_item: int, target_item: int) -> tuple[Shape, Shape, Shape]:
-    """Drop axes of size 1 and join neighbouring axes that are contiguous on both sides; a single element keeps one axis."""
+    """Drop axes of size 1, put the others in order of falling target strides, so that targets are written in long runs, and join
+    neighbouring axes that are contiguous on both sides; a single element keeps one axis."""
     axes: list[list[int]] = []
-    for size, a, b in zip(shape, source, target, strict=True):
+    for size, a, b in sorted(zip(shape, source, target, strict=True), key=lambda axis: -axis[2]):
         if size == 1:
             continue
         if axes and axes[-1][1] == size * a and axes[-1][2] == size * b:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .layout_options import EP, ETP, FIRST, LAST, PIPELINE, PP, TP, VPP
+from .layout_options import COUNT_EMBEDDING, COUNT_LOSS, DP, EP, ETP, EXPERTS, FIRST, LAST, PIPELINE, PP, SPEC, TP, VPP
 
 EPILOG = """Examples:
 
@@ -46,7 +46,11 @@ def convert(
     first_layers: FIRST = None,
     last_layers: LAST = None,
     pipeline_layout: PIPELINE = None,
-    spec: Annotated[str | None, typer.Option("--spec", help="Names of the legacy format: te or local.", show_default=False)] = None,
+    count_embedding: COUNT_EMBEDDING = None,
+    count_loss: COUNT_LOSS = None,
+    dp: DP = None,
+    spec: SPEC = None,
+    experts: EXPERTS = None,
     replicas: Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")] = "refuse",
     optimizer: Annotated[str, typer.Option("--optimizer", help="keep, or none to leave optimizer state behind.")] = "keep",
     divisible_by: Annotated[
@@ -93,24 +97,39 @@ def convert(
     from ..options import ConvertOptions
     from ..planning import to_json
     from .convert_report import report_plan, report_result
-    from .layout_options import layout_of
+    from .layout_options import target_layout
     from .output import Output, parse_size
     from .progress import progress as show_progress
 
     output = Output("json" if json else format)
+    checkpoint = open_checkpoint(source, iteration)
     options = ConvertOptions(
         to=to,
         family=family,
         hf_config=str(hf_config) if hf_config else None,
         dtype=dtype,
         layer_keys=layer_keys,
-        layout=layout_of(tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout),
+        layout=target_layout(
+            checkpoint,
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            ep=ep,
+            etp=etp,
+            dp=dp,
+            first_layers=first_layers,
+            last_layers=last_layers,
+            pipeline=pipeline_layout,
+            count_embedding=count_embedding,
+            count_loss=count_loss,
+        ),
         iteration=as_iteration,
         max_shard_size=parse_size(max_shard_size) if max_shard_size else None,
         divisible_by=divisible_by,
         padded_vocab=padded_vocab,
         vocab=vocab,
         spec=spec,
+        experts=experts,
         replicas=replicas,
         optimizer=optimizer,
         weights_from=weights_from,
@@ -118,7 +137,6 @@ def convert(
         allow_unrepresentable=force,
         buffer=parse_size(buffer),
     )
-    checkpoint = open_checkpoint(source, iteration)
     plan = plan_conversion(checkpoint, options)
     if save_plan:
         save_plan.write_text(to_json(plan))

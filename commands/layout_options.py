@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
     from ..layout import ParallelLayout
 
 PANEL = "Layout"
@@ -18,7 +19,14 @@ PP = Annotated[
     int | None, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline stages.", show_default=False, rich_help_panel=PANEL)
 ]
 VPP = Annotated[
-    int | None, typer.Option("--vpp", help="Virtual stages per pipeline rank (legacy format).", show_default=False, rich_help_panel=PANEL)
+    int | None,
+    typer.Option(
+        "--vpp",
+        "--num-virtual-stages-per-pipeline-rank",
+        help="Virtual stages per pipeline rank (legacy format).",
+        show_default=False,
+        rich_help_panel=PANEL,
+    ),
 ]
 EP = Annotated[
     int | None,
@@ -34,16 +42,32 @@ ETP = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+DP = Annotated[
+    int | None,
+    typer.Option(
+        "--dp", "--data-parallel-size", help="Data-parallel size, for optimizer state.", show_default=False, rich_help_panel=PANEL
+    ),
+]
 FIRST = Annotated[
     int | None,
     typer.Option(
-        "--decoder-first-pipeline-num-layers", help="Layers of the first stage, when uneven.", show_default=False, rich_help_panel=PANEL
+        "--first-stage-layers",
+        "--decoder-first-pipeline-num-layers",
+        "--num-layers-in-first-pipeline-stage",
+        help="Layers of the first stage, when uneven.",
+        show_default=False,
+        rich_help_panel=PANEL,
     ),
 ]
 LAST = Annotated[
     int | None,
     typer.Option(
-        "--decoder-last-pipeline-num-layers", help="Layers of the last stage, when uneven.", show_default=False, rich_help_panel=PANEL
+        "--last-stage-layers",
+        "--decoder-last-pipeline-num-layers",
+        "--num-layers-in-last-pipeline-stage",
+        help="Layers of the last stage, when uneven.",
+        show_default=False,
+        rich_help_panel=PANEL,
     ),
 ]
 PIPELINE = Annotated[
@@ -56,21 +80,43 @@ PIPELINE = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+COUNT_EMBEDDING = Annotated[
+    bool | None,
+    typer.Option(
+        "--account-for-embedding-in-pipeline-split",
+        help="Count the embedding as a layer of the first stage.",
+        show_default=False,
+        rich_help_panel=PANEL,
+    ),
+]
+COUNT_LOSS = Annotated[
+    bool | None,
+    typer.Option(
+        "--account-for-loss-in-pipeline-split",
+        help="Count the loss as a layer of the last stage.",
+        show_default=False,
+        rich_help_panel=PANEL,
+    ),
+]
+SPEC = Annotated[
+    str | None,
+    typer.Option(
+        "--spec", help="How the legacy format calls norms: te or local; default: as the source.", show_default=False, rich_help_panel=PANEL
+    ),
+]
+EXPERTS = Annotated[
+    str | None,
+    typer.Option(
+        "--experts",
+        help="How the legacy format stores experts: te_grouped, sequential or grouped; default: as the source.",
+        show_default=False,
+        rich_help_panel=PANEL,
+    ),
+]
 
 
-def layout_of(
-    tp: int | None,
-    pp: int | None,
-    vpp: int | None,
-    ep: int | None,
-    etp: int | None,
-    first: int | None,
-    last: int | None,
-    pipeline: str | None,
-) -> ParallelLayout:
-    """The layout that the options describe; what is not given is 1."""
-    from ..layout import ParallelLayout
+def target_layout(checkpoint: Checkpoint, **given: Any) -> ParallelLayout:
+    """The layout that the options describe (fields of LayoutChanges); what is not given is as in the source."""
+    from ..reshard import LayoutChanges, changed_layout, layout_of
 
-    return ParallelLayout(
-        tp=tp or 1, pp=pp or 1, vpp=vpp or 1, ep=ep or 1, etp=etp, first_layers=first, last_layers=last, pipeline=pipeline
-    )
+    return changed_layout(layout_of(checkpoint), LayoutChanges(**given))

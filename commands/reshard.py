@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .layout_options import EP, ETP, FIRST, LAST, PIPELINE, PP, TP, VPP
+from .layout_options import COUNT_EMBEDDING, COUNT_LOSS, DP, EP, ETP, EXPERTS, FIRST, LAST, PIPELINE, PP, SPEC, TP, VPP
 
 EPILOG = """Examples:
 
@@ -28,15 +29,35 @@ def reshard(
     first_layers: FIRST = None,
     last_layers: LAST = None,
     pipeline_layout: PIPELINE = None,
+    count_embedding: COUNT_EMBEDDING = None,
+    count_loss: COUNT_LOSS = None,
+    dp: DP = None,
+    spec: SPEC = None,
+    experts: EXPERTS = None,
     iteration: Annotated[str, typer.Option(help="latest (what the tracker says), a number, or release.")] = "latest",
     optimizer: Annotated[
         str, typer.Option("--optimizer", "--optim-format", help="keep, fully_reshardable, non_distributed, or none.")
     ] = "keep",
+    divisible_by: Annotated[
+        int | None,
+        typer.Option(
+            "--make-vocab-size-divisible-by",
+            help="Pad the vocabulary to a multiple of this times TP; default: as the source.",
+            show_default=False,
+        ),
+    ] = None,
+    padded_vocab: Annotated[
+        int | None, typer.Option("--padded-vocab-size", help="Rows of the padded vocabulary.", show_default=False)
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option("--vocab-size", help="True vocabulary, when the checkpoint does not tell.", show_default=False)
+    ] = None,
     replicas: Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")] = "refuse",
     verify: Annotated[
         bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
+    save_plan: Annotated[Path | None, typer.Option("--save-plan", help="Write the plan as JSON to this file.", show_default=False)] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace DST, which stays as it is until the new one is complete.")
     ] = False,
@@ -49,22 +70,49 @@ def reshard(
 ) -> None:
     """Move a Megatron checkpoint to another parallel layout, optimizer state included, in the format it has.
 
-    The legacy format gets one file per rank of the new layout. torch_dist is free of TP and PP: any layout could have loaded it
-    already; its pieces are cut anew so that each rank reads its own.
+    Sizes that are not given stay as they are. The legacy format gets one file per rank of the new layout. torch_dist is free of
+    TP and PP: any layout could have loaded it already; its pieces are cut anew so that each rank reads its own.
     """
     from ..checkpoint import open_checkpoint
-    from ..conversion import plan_reshard, run_conversion
+    from ..conversion import run_conversion
     from ..options import ConvertOptions
+    from ..planning import to_json
+    from ..reshard import plan_reshard
     from .convert_report import report_plan, report_result
-    from .layout_options import layout_of
+    from .layout_options import target_layout
     from .output import Output, parse_size
     from .progress import progress as show_progress
 
     output = Output("json" if json else format)
     checkpoint = open_checkpoint(source, iteration)
-    layout = layout_of(tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout)
-    options = ConvertOptions(to=checkpoint.format, layout=layout, optimizer=optimizer, replicas=replicas, buffer=parse_size(buffer))
+    options = ConvertOptions(
+        to=checkpoint.format,
+        layout=target_layout(
+            checkpoint,
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            ep=ep,
+            etp=etp,
+            dp=dp,
+            first_layers=first_layers,
+            last_layers=last_layers,
+            pipeline=pipeline_layout,
+            count_embedding=count_embedding,
+            count_loss=count_loss,
+        ),
+        divisible_by=divisible_by,
+        padded_vocab=padded_vocab,
+        vocab=vocab,
+        spec=spec,
+        experts=experts,
+        optimizer=optimizer,
+        replicas=replicas,
+        buffer=parse_size(buffer),
+    )
     plan = plan_reshard(checkpoint, options)
+    if save_plan:
+        save_plan.write_text(to_json(plan))
     if dry_run:
         report_plan(output, plan, target, "reshard")
         return

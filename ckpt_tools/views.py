@@ -65,7 +65,7 @@ def as_mcore(
     try:
         model = megatron_model(checkpoint, family, None)
     except CkptError as error:
-        if error.code != "E310" or family is not None:
+        if error.code not in ("E310", "E304") or family is not None:
             raise
         return _mcore_of_unknown_family(checkpoint)
     names = [b.mcore for b in model.bound.bindings]
@@ -104,7 +104,7 @@ def as_hf(checkpoint: Checkpoint, *, family: str | None = None, hf_config: Mappi
 
 
 def _mcore_of_unknown_family(checkpoint: Checkpoint) -> View:
-    """Megatron's own tensors of a model that no family describes: they can be moved between layouts all the same."""
+    """Megatron's own tensors of a model that no family describes whole: they can be moved between layouts all the same."""
     where = checkpoint.location.directory
     tensors = canonical_tensors(checkpoint.locate_all(list(checkpoint.weights)), where)
     args = dict(checkpoint.args or {})

@@ -46,9 +46,8 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
             notes = [Note("assumed", "", "copies on other ranks were not compared; the first rank's was used, as asked")]
         else:
             check_replicas(checkpoint.details, buffer=options.buffer)
-    if options.to == "hf":
-        return _plan_hf(checkpoint, options)
-    return _plan_megatron(checkpoint, options)
+    made = _plan_hf(checkpoint, options) if options.to == "hf" else _plan_megatron(checkpoint, options)
+    return replace(made, notes=(*notes, *made.notes))
 
 
 def plan(source: str | os.PathLike[str] | Checkpoint, to: str, *, iteration: str | int = "latest", **options: Any) -> Plan:

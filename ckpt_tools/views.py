@@ -68,6 +68,8 @@ def as_mcore(
         if error.code not in ("E310", "E304") or family is not None:
             raise
         return _mcore_of_unknown_family(checkpoint)
+    for binding in model.bound.bindings:
+        _check_shapes(binding, model.dims, "mcore", model.tensors, checkpoint.location.directory)
     names = [b.mcore for b in model.bound.bindings]
     notes = tuple(n for n in model.notes if n.kind != "config")  # config.json is not written here
     return View(

@@ -300,3 +300,35 @@ def _stacked_count(key: str, array: np.ndarray) -> int:
     layers = key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()
     experts = ".experts.experts." in key
     return (array.shape[0] if layers or experts else 1) * (array.shape[1] if layers and experts else 1)
+
+
+def test_the_load_checkpoint_of_megatron_lm_takes_args_and_weights(hf: Any, tmp_path: Path, shared: Path):
+    """Its own argument parser, --use-checkpoint-args and load_checkpoint, on an HF model and on a run that was resharded."""
+    if not launch.available("0.19.2"):
+        pytest.skip("megatron-core 0.19.2, which ships megatron.training, is not installed here")
+    more = ["--ckpt-format", "torch", "--vocab-size"]
+    done = ckpt("convert", hf["llama"][0], tmp_path / "run", "--to", "torch", "--spec", "local")
+    assert done.returncode == 0, done.stderr
+    real = shared / "real" / "legacy_llama_tp2pp2_bf16"
+    done = ckpt("reshard", real / "mcore", tmp_path / "real", "--tp", "1", "--pp", "1")
+    assert done.returncode == 0, done.stderr
+    jobs = [
+        {"run": str(tmp_path / "run"), "output": str(tmp_path / "a"), "arguments": [*more, "90", "--norm-epsilon", "1e-5"]},
+        {"run": str(tmp_path / "real"), "output": str(tmp_path / "b"), "arguments": [*more, "509", "--bf16"]},
+    ]
+    assert launch.run("load_in_megatron_training", jobs, tmp_path, "0.19.2") == [None, None]
+    from oracle import hf_weights
+    from safetensors.torch import load_file as load_torch
+
+    assert [json.loads((tmp_path / n / "report.json").read_text())["iteration"] for n in "ab"] == [0, 5]
+    sources = {"a": hf_weights.read(hf["llama"][0])}
+    folder = tmp_path / "expected"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((real / "config.json").read_bytes())
+    (folder / "model.safetensors").write_bytes((real / "expected.safetensors").read_bytes())
+    sources["b"] = hf_weights.read(folder)
+    for name, source in sources.items():
+        held = load_torch(tmp_path / name / "rank0.safetensors")
+        assert len(held) > 20
+        wrong = [hf_weights.difference(key, value[: len(hf_weights.parameter(key, source))], source) for key, value in held.items()]
+        assert [w for w in wrong if w] == []

@@ -72,7 +72,7 @@ def lay_out(
         random, told = rank_random_states(checkpoint, layout)
         notes += [*told, *_lost_optimizer(checkpoint, optimizer)]
         laid = layout_legacy(
-            {n: t for n, t in view.tensors.items() if not is_optimizer(n)},
+            {n: t for n, t in {n: t for n, t in view.tensors.items() if not is_optimizer(n)}.items() if not is_optimizer(n)},
             dtypes,
             common=common,
             iteration=iteration,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +100,29 @@ def difference(name: str, actual: Any, hf: HfWeights, tp_rank: int = 0, tp_size:
     if not torch.equal(actual, expected):
         return f"{name}: {int((actual != expected).sum())} of {expected.numel()} elements differ"
     return None
+
+
+def cast(hf: HfWeights, dtype: Any) -> HfWeights:
+    """The same weights with every tensor in `dtype`."""
+    return replace(hf, tensors={name: tensor.to(dtype) for name, tensor in hf.tensors.items()})
+
+
+def absent(hf: HfWeights, names: set[str]) -> list[str]:
+    """Megatron parameters that `hf` has and `names` (in either spelling of the norms) lacks, sorted."""
+    wanted = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"} | (set() if hf.tied else {"output_layer.weight"})
+    for layer in range(hf.layers):
+        start, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        for rest in (
+            "self_attention.linear_qkv.weight",
+            "self_attention.linear_proj.weight",
+            "mlp.linear_fc1.weight",
+            "mlp.linear_fc2.weight",
+        ):
+            wanted.add(start + rest)
+        if theirs + "self_attn.q_proj.bias" in hf.tensors:
+            wanted.add(start + "self_attention.linear_qkv.bias")
+        for norm in set(_NORMS.values()):
+            spellings = {start + rest for rest, name in _NORMS.items() if name == norm}
+            if theirs + norm in hf.tensors and not spellings & names:
+                wanted |= spellings
+    return sorted(wanted - names)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .checkpoint import Checkpoint, is_optimizer, open_checkpoint, open_location
+from .checksums import check_checksums
 from .dtypes import DTYPES, dtype
 from .errors import CkptError
 from .execution import Progress, Result, execute
@@ -46,6 +47,8 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
             notes = [Note("assumed", "", "copies on other ranks were not compared; the first rank's was used, as asked")]
         else:
             check_replicas(checkpoint.details, buffer=options.buffer)
+    if options.check_crc:
+        notes = [*notes, check_checksums(checkpoint)]
     made = _plan_hf(checkpoint, options) if options.to == "hf" else _plan_megatron(checkpoint, options)
     return replace(made, notes=(*notes, *made.notes))
 

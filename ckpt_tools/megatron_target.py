@@ -19,9 +19,9 @@ from .holdings import expert_count
 from .legacy_target import layer_spec, rank_states, spec_args
 from .naming import homogeneous
 from .notes import Note
-from .optimizer import read_optimizer
+from .optimizer import read_optimizer, repair_optimizer
 from .optimizer_entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, OptimizerEntries, optimizer_entries
-from .optimizer_state import repad_state
+from .optimizer_state import OptimizerState, repad_state
 from .options import ConvertOptions
 from .training_state import common_state, random_states, rank_random_states
 from .views import View
@@ -138,7 +138,7 @@ def prepared(checkpoint: Checkpoint, view: View, options: ConvertOptions) -> Pre
     if options.optimizer == "none" or not has_optimizer(checkpoint):
         return Prepared(padded, None)
     vocab = int(view.args.get("vocab_size") or view.dims.padded_vocab)
-    state = repad_state(read_optimizer(checkpoint, view), vocab, rows)
+    state = repad_state(_sound(read_optimizer(checkpoint, view), checkpoint, view, options), vocab, rows)
     form = options.optimizer
     if form == "keep":
         form = NON_DISTRIBUTED if state.kind in ("float16", "float32", "indexed") else FULLY_RESHARDABLE
@@ -146,6 +146,24 @@ def prepared(checkpoint: Checkpoint, view: View, options: ConvertOptions) -> Pre
     entries = replace(entries, notes=(*state.notes, *state.problems, *entries.notes))
     tensors = {**padded.tensors, **entries.tensors}
     return Prepared(replace(padded, tensors=tensors, keep_dtype=padded.keep_dtype | entries.tensors.keys()), entries)
+
+
+def _sound(state: OptimizerState, checkpoint: Checkpoint, view: View, options: ConvertOptions) -> OptimizerState:
+    """The state, put right with --repair when it was saved shifted. E416 when it was and nobody asked for that."""
+    if not state.problems or state.kind != "fully_reshardable":
+        return state
+    if not options.repair:
+        problem = state.problems[0]
+        raise CkptError(
+            "E416",
+            "the float32 weights of the optimizer are not the model's weights",
+            where=f"{checkpoint.location.directory}: {problem.subject}",
+            found=problem.text,
+            hint="--repair puts right what megatron-core 0.15 to 0.19 saved shifted; --optimizer none leaves the state behind",
+        )
+    repaired, done = repair_optimizer(state, checkpoint, view)
+    told = f"state of {done.parameters} parameters was saved shifted and is put right; {done.lost} of {done.elements} elements are lost"
+    return replace(repaired, notes=(*repaired.notes, Note("warning", "optimizer", told)))
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:

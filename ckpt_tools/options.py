@@ -16,7 +16,8 @@ class ConvertOptions:
     iteration number to write (None = that of a Megatron source, else `release`);  max_shard_size bytes;
     divisible_by, padded_vocab, vocab sizes of the vocabulary;  weights_from "auto" | "safetensors" | "megatron" when both are there;
     spec "te" | "local" names of the legacy format;  experts "te_grouped" | "sequential" | "grouped" how it stores experts;
-    replicas "refuse" | "first" when copies on ranks differ;  optimizer "keep" | "none";  buffer bytes per thread.
+    replicas "refuse" | "first" when copies on ranks differ;  optimizer "keep" | "none" | a form;
+    repair optimizer state that was saved shifted;  check_crc check the source's checksums;  buffer bytes per thread.
     """
 
     to: str
@@ -35,6 +36,8 @@ class ConvertOptions:
     experts: str | None = None
     replicas: str = "refuse"
     optimizer: str = "keep"
+    repair: bool = False
+    check_crc: bool = False
     strip_remote_code: bool = False
     allow_unrepresentable: bool = False
     buffer: int = 256 * 1024

@@ -72,6 +72,10 @@ def convert(
     force: Annotated[
         bool, typer.Option("--allow-unrepresentable", help="Convert weights although Megatron cannot hold part of the config.")
     ] = False,
+    check_crc: Annotated[bool, typer.Option("--check-crc", help="First check the checksums stored in the source.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Put optimizer state right that megatron-core 0.15 to 0.19 saved shifted.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")
     ] = False,
@@ -132,6 +136,8 @@ def convert(
         experts=experts,
         replicas=replicas,
         optimizer=optimizer,
+        repair=repair,
+        check_crc=check_crc,
         weights_from=weights_from,
         strip_remote_code=strip_remote_code,
         allow_unrepresentable=force,

@@ -53,6 +53,10 @@ def reshard(
         int | None, typer.Option("--vocab-size", help="True vocabulary, when the checkpoint does not tell.", show_default=False)
     ] = None,
     replicas: Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")] = "refuse",
+    check_crc: Annotated[bool, typer.Option("--check-crc", help="First check the checksums stored in the source.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Put optimizer state right that megatron-core 0.15 to 0.19 saved shifted.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")
     ] = False,
@@ -107,6 +111,8 @@ def reshard(
         spec=spec,
         experts=experts,
         optimizer=optimizer,
+        repair=repair,
+        check_crc=check_crc,
         replicas=replicas,
         buffer=parse_size(buffer),
     )

@@ -202,3 +202,44 @@ def test_weights_stored_twice_are_compared_before_one_is_chosen(tmp_path):
         assert np.array_equal(
             read_hf(tmp_path / choice)["model.layers.1.mlp.down_proj.weight"], hf["model.layers.1.mlp.down_proj.weight"] + np.float32(bias)
         )
+
+
+@pytest.mark.case("H9")
+@pytest.mark.parametrize("where", ["data", "common.pt", "rank file"])
+def test_one_flipped_bit_is_found_by_the_checksum_stored_beside_it(tmp_path, where):
+    from builders import write_legacy
+
+    hf = write_hf(tmp_path / "hf")
+    tensors = megatron_tensors(hf, CONFIG, 104)
+    if where == "rank file":
+        write_legacy(tmp_path / "run" / "iter_0000005" / "mp_rank_00", tensors, megatron_args(CONFIG))
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+        path, needle = tmp_path / "run" / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt", hf["model.norm.weight"].tobytes()
+    else:
+        rng = np.arange(600, dtype=np.uint8)
+        import torch
+
+        folder = write_torch_dist(tmp_path / "run", stack(tensors, 4), megatron_args(CONFIG), common={"rng": torch.from_numpy(rng)})
+        path, needle = (
+            (folder / "common.pt", rng.tobytes()) if where == "common.pt" else (folder / "__0_0.distcp", hf["model.norm.weight"].tobytes())
+        )
+    assert ckpt("convert", tmp_path / "run", tmp_path / "good", "--to", "hf", "--check-crc").returncode == 0
+    raw = bytearray(path.read_bytes())
+    assert raw.count(needle) == 1
+    raw[raw.index(needle) + 5] ^= 0x40
+    path.write_bytes(raw)
+    done = ckpt("convert", tmp_path / "run", tmp_path / "out", "--to", "hf", "--check-crc")
+    assert (
+        done.returncode == 2
+        and "E415" in done.stderr
+        and "CRC-32" in done.stderr
+        and path.name in done.stderr
+        and not (tmp_path / "out").exists()
+    )
+
+
+@pytest.mark.case("H9")
+def test_safetensors_are_said_to_hold_no_checksums(tmp_path):
+    write_hf(tmp_path / "hf")
+    done = ckpt("convert", tmp_path / "hf", tmp_path / "out", "--to", "torch_dist", "--check-crc")
+    assert done.returncode == 0 and "no checksums" in done.stderr

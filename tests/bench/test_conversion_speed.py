@@ -230,4 +230,4 @@ def test_peers(benchmark, model, tmp_path, peer):
     pytest.importorskip("transformers")
     benchmark.name = f"{peer}, {name}"
     code = f"import sys, os\nsrc, dst = {str(folder)!r}, {str(tmp_path / 'out')!r}\nos.makedirs(dst)\n{PEERS[peer]}"
-    pairs(benchmark, folder, tmp_path / "out", [sys.executable, "-W", "ignore", "-c", code + PEAK], lambda _: None)
+    pairs(benchmark, folder, tmp_path / "out", [sys.executable, "-P", "-W", "ignore", "-c", code + PEAK], lambda _: None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .errors import CkptError
 from .layout import ParallelLayout, expand_pipeline, expert_of, is_expert, layer_of, rank_box
-from .memory_names import Rank, ranks
+from .memory.names import Rank, ranks
 from .tensors import Shape, TensorMetadata
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -10,9 +10,9 @@ from .errors import CkptError
 from .formats.torch_legacy import Legacy
 from .formats.torch_legacy_writer import RankState
 from .layout import ParallelLayout
-from .optimizer_entries import OptimizerEntries
-from .optimizer_legacy_entries import DISTRIBUTED, INDEXED, rank_optimizer
-from .optimizer_order import GROUPED, SEQUENTIAL, TE_GROUPED, Model, Place, rank_parameters
+from .optimizer.entries import OptimizerEntries
+from .optimizer.legacy_entries import DISTRIBUTED, INDEXED, rank_optimizer
+from .optimizer.order import GROUPED, SEQUENTIAL, TE_GROUPED, Model, Place, rank_parameters
 from .options import ConvertOptions
 from .views import View
 

@@ -19,9 +19,9 @@ from .holdings import expert_count
 from .legacy_target import layer_spec, rank_states, spec_args
 from .naming import homogeneous
 from .notes import Note
-from .optimizer import read_optimizer, repair_optimizer
-from .optimizer_entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, OptimizerEntries, optimizer_entries
-from .optimizer_state import OptimizerState, repad_state
+from .optimizer.entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, OptimizerEntries, optimizer_entries
+from .optimizer.reading import read_optimizer, repair_optimizer
+from .optimizer.state import OptimizerState, repad_state
 from .options import ConvertOptions
 from .training_state import common_state, random_states, rank_random_states
 from .views import View

@@ -11,7 +11,7 @@ from .errors import CkptError
 from .formats.torch_legacy import Legacy
 from .layout import ParallelLayout
 from .notes import Note
-from .optimizer_order import source_layout
+from .optimizer.order import source_layout
 from .options import ConvertOptions
 from .planning import Plan
 

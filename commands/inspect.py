@@ -52,7 +52,7 @@ def inspect(
     """
     import gc
 
-    from ..inspection import open_for_inspection
+    from ..inspection.overview import open_for_inspection
     from .inspect_views import Request, check_views, show
     from .output import Output
 

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..inspection import Inspection, Share
-from ..inspection_tensors import span
+from ..inspection.overview import Inspection, Share
+from ..inspection.tensors import span
 from .output import human_bytes, sanitize
 
 WIDTH = 100  # columns that lines for people are broken at, on wider terminals too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from ..inspection_tensors import Kind, span
+from ..inspection.tensors import Kind, span
 from .output import human_bytes
 
 _FLAT_BUFFER = re.compile(r"^(.*optimizer\.distributed\.).*bucket_idx_\*(\.\w+)$")  # the middle says nothing: buffers and buckets by number

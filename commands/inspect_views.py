@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CkptError
-from ..inspection import Inspection, Opened, arguments, inspect
-from ..inspection_tensors import Entry, Group, entries, group, matches, select
+from ..inspection.overview import Inspection, Opened, arguments, inspect
+from ..inspection.tensors import Entry, Group, entries, group, matches, select
 from ..tensors import TensorMetadata
 from .cells import human
 from .inspect_summary import document, flat, people, plain_fields
@@ -149,7 +149,7 @@ def _joined(groups: Sequence[Group]) -> list[Group]:
 
 
 def _stats(output: Output, wanted: Request, opened: Opened) -> dict[str, Any]:
-    from ..inspection_tensors import located
+    from ..inspection.tensors import located
     from ..statistics import statistics
     from .progress import progress
 
@@ -195,7 +195,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _fingerprint(output: Output, wanted: Request, opened: Opened) -> dict[str, Any]:
-    from ..inspection_fingerprint import fingerprint
+    from ..inspection.fingerprint import fingerprint
     from .progress import progress
 
     with progress(sum(t.nbytes for t in opened.of_weights()[0].values()), "hashing", wanted.progress) as on_progress:

@@ -17,8 +17,8 @@ from ..dtypes import dtype
 from ..errors import CkptError
 from ..holdings import HEAD, Held, Structure, expert_count, holdings
 from ..layout import ParallelLayout, expert_of
-from ..memory_names import Rank
-from ..optimizer_order import registration_key
+from ..memory.names import Rank
+from ..optimizer.order import registration_key
 from ..planning import Copied, Placement, TargetFile
 from ..tensors import Shape, TensorMetadata
 from . import torch_zip_writer

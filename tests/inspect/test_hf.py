@@ -10,8 +10,8 @@ import pytest
 from builders import ckpt, write_hf
 from safetensors.numpy import save_file
 
-from ckpt_tools.inspection import inspect, open_for_inspection
-from ckpt_tools.inspection_fingerprint import fingerprint
+from ckpt_tools.inspection.fingerprint import fingerprint
+from ckpt_tools.inspection.overview import inspect, open_for_inspection
 
 
 @pytest.mark.oracle

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from builders import write_torch_dist
 
-from ckpt_tools.inspection import inspect, open_for_inspection
-from ckpt_tools.inspection_optimizer import OptimizerState
+from ckpt_tools.inspection.overview import inspect, open_for_inspection
+from ckpt_tools.optimizer.kinds import OptimizerState
 
 WEIGHT = {"decoder.final_layernorm.weight": np.ones(6, np.float32)}
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0."

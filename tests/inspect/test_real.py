@@ -13,8 +13,8 @@ import pytest
 from builders import ckpt
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.inspection import Inspection, inspect, open_for_inspection
-from ckpt_tools.inspection_fingerprint import fingerprint
+from ckpt_tools.inspection.fingerprint import fingerprint
+from ckpt_tools.inspection.overview import Inspection, inspect, open_for_inspection
 
 DENSE = (
     "llama_tp2_bf16",

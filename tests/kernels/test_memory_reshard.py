@@ -19,7 +19,7 @@ from kernel_backends import bits, to_numpy
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.layout import ParallelLayout
-from ckpt_tools.memory_reshard import Options, Rank, apply_plan, described, plan_reshard, ranks, reshard_state_dict
+from ckpt_tools.memory.reshard import Options, Rank, apply_plan, described, plan_reshard, ranks, reshard_state_dict
 
 Shards = dict[Rank, dict[str, Any]]
 ONE = ParallelLayout()
@@ -317,7 +317,7 @@ def test_ffn_that_tensor_parallelism_cannot_halve_is_refused_although_both_halve
         reshard_state_dict(fc1, ONE, ParallelLayout(tp=4))
 
 
-@pytest.mark.parametrize("name", ["memory_reshard", "memory_names", "kernels", "kernels.tables"])
+@pytest.mark.parametrize("name", ["memory.reshard", "memory.names", "kernels", "kernels.tables"])
 def test_examples_in_the_documentation_run(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"ckpt_tools.{name}"))
     assert result.attempted and not result.failed
@@ -327,7 +327,7 @@ def test_arrays_are_resharded_without_importing_torch() -> None:
     program = (
         "import sys, numpy as np\n"
         "from ckpt_tools.layout import ParallelLayout\n"
-        "from ckpt_tools.memory_reshard import Rank, reshard_state_dict\n"
+        "from ckpt_tools.memory.reshard import Rank, reshard_state_dict\n"
         "reshard_state_dict({Rank(): {'output_layer.weight': np.zeros((4, 2))}}, ParallelLayout(), ParallelLayout(tp=2))\n"
         "print([m for m in ('torch', 'triton') if m in sys.modules])"
     )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import launch
 
-from ckpt_tools.optimizer_buckets import Item, end_divisor, fit, recompute
+from ckpt_tools.optimizer.buckets import Item, end_divisor, fit, recompute
 
 ITEMS = st.lists(st.builds(Item, st.integers(1, 400), st.booleans()), min_size=1, max_size=12)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.lazy import read_box
-from ckpt_tools.optimizer_flat import Flat, boxes_of_range, flat_of, make_flat, unflatten
+from ckpt_tools.optimizer.flat import Flat, boxes_of_range, flat_of, make_flat, unflatten
 from ckpt_tools.tensors import Chunk, Extent, TensorMetadata
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)

@@ -13,10 +13,10 @@ from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.pickles import TensorSpec
 from ckpt_tools.layout import ParallelLayout
-from ckpt_tools.optimizer import read_optimizer
-from ckpt_tools.optimizer_entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, optimizer_entries
-from ckpt_tools.optimizer_groups import completed, expert_split, group_number, identity
-from ckpt_tools.optimizer_state import OptimizerState
+from ckpt_tools.optimizer.entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, optimizer_entries
+from ckpt_tools.optimizer.groups import completed, expert_split, group_number, identity
+from ckpt_tools.optimizer.reading import read_optimizer
+from ckpt_tools.optimizer.state import OptimizerState
 from ckpt_tools.tensors import Chunk, TensorMetadata
 from ckpt_tools.views import as_mcore
 

@@ -14,10 +14,10 @@ from ckpt_tools.dtypes import dtype
 from ckpt_tools.execution import execute
 from ckpt_tools.formats import torch_zip_writer
 from ckpt_tools.formats.torch_legacy import Legacy
-from ckpt_tools.optimizer import model_of, read_optimizer
-from ckpt_tools.optimizer_entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, optimizer_entries
-from ckpt_tools.optimizer_legacy_entries import DISTRIBUTED, INDEXED, RankOptimizer, rank_optimizer
-from ckpt_tools.optimizer_order import GROUPED, SEQUENTIAL, Place, rank_parameters, source_layout
+from ckpt_tools.optimizer.entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, optimizer_entries
+from ckpt_tools.optimizer.legacy_entries import DISTRIBUTED, INDEXED, RankOptimizer, rank_optimizer
+from ckpt_tools.optimizer.order import GROUPED, SEQUENTIAL, Place, rank_parameters, source_layout
+from ckpt_tools.optimizer.reading import model_of, read_optimizer
 from ckpt_tools.planning import Placement, Plan, TargetFile, build_moves
 from ckpt_tools.views import as_mcore
 

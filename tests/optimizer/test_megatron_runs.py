@@ -9,7 +9,7 @@ from optimizer.conftest import JOBS, Runs, differing, truth
 
 from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.errors import CkptError
-from ckpt_tools.optimizer import read_optimizer, repair_optimizer
+from ckpt_tools.optimizer.reading import read_optimizer, repair_optimizer
 from ckpt_tools.views import as_mcore
 
 pytestmark = pytest.mark.oracle

@@ -15,8 +15,8 @@ from optimizer.conftest import differing, truth
 
 from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.layout import ParallelLayout
-from ckpt_tools.optimizer import read_optimizer
-from ckpt_tools.optimizer_entries import FULLY_RESHARDABLE, optimizer_entries
+from ckpt_tools.optimizer.entries import FULLY_RESHARDABLE, optimizer_entries
+from ckpt_tools.optimizer.reading import read_optimizer
 from ckpt_tools.views import as_mcore
 
 

@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 
 from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tools.lazy import LazyTensor
-from ckpt_tools.optimizer import OptimizerState, read_optimizer
-from ckpt_tools.optimizer_values import compare_masters
+from ckpt_tools.optimizer.reading import OptimizerState, read_optimizer
+from ckpt_tools.optimizer.values import compare_masters
 from ckpt_tools.views import View, as_mcore
 
 WITH_MEMORY = {

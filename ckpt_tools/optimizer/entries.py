@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .dtypes import dtype
-from .errors import CkptError
-from .formats.pickles import TensorSpec
-from .layout import ParallelLayout, is_expert
-from .notes import Note
-from .optimizer_groups import Group, completed, expert_split
-from .optimizer_state import MASTER, OptimizerState
-from .tensors import TensorMetadata
+from ..dtypes import dtype
+from ..errors import CkptError
+from ..formats.pickles import TensorSpec
+from ..layout import ParallelLayout, is_expert
+from ..notes import Note
+from ..tensors import TensorMetadata
+from .groups import Group, completed, expert_split
+from .state import MASTER, OptimizerState
 
 FULLY_RESHARDABLE = "fully_reshardable"  # what the distributed optimizer of 0.15 and later loads at any layout
 NON_DISTRIBUTED = "non_distributed"  # Float16OptimizerWithFloat16Params, or FP32Optimizer where the weights are float32

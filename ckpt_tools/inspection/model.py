@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint import Checkpoint
-from .errors import CkptError
-from .naming import parse_key
-from .tensors import TensorMetadata
+from ..checkpoint import Checkpoint
+from ..errors import CkptError
+from ..naming import parse_key
+from ..tensors import TensorMetadata
 
 EMBEDDING = "embedding.word_embeddings.weight"
 VOCABULARY = (EMBEDDING, "output_layer.weight", "output_layer.bias")
@@ -98,7 +98,7 @@ def describe(checkpoint: Checkpoint) -> Model | None:
 
 
 def _from_args(stored: Mapping[str, Any], weights: Mapping[str, TensorMetadata]) -> Model:
-    from .families.megatron_args import effective_args
+    from ..families.megatron_args import effective_args
 
     args = effective_args(stored)
     sizes: dict[str, Any] = {name: args[arg] for name, arg in _ARGS if _telling(args.get(arg))}
@@ -130,7 +130,7 @@ def _from_args(stored: Mapping[str, Any], weights: Mapping[str, TensorMetadata])
 
 
 def _family(args: Mapping[str, Any], weights: Mapping[str, TensorMetadata]) -> tuple[str | None, str]:
-    from .families.config import infer_family
+    from ..families.config import infer_family
 
     # One layer is enough to tell, and a model of many experts has too many names to spell them all.
     names = {parse_key(n).template.replace("{l}", "0").replace("{e}", "0") for n in weights}
@@ -227,7 +227,7 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _family_of_config(config: Mapping[str, Any], where: str) -> tuple[str | None, str]:
-    from .families import family_of_config
+    from ..families import family_of_config
 
     try:
         family = family_of_config(config, where)

@@ -10,15 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .checkpoint import Checkpoint
-from .errors import CkptError
-from .formats.pickles import DTypeRef, TensorRef
-from .formats.torch_dist import Locator, StoredObject, read_object
-from .formats.torch_zip import TorchFile, open_torch_file
-from .optimizer_cut import Buffer, RankBuffers
-from .optimizer_flat import flat_of, make_flat
-from .optimizer_order import Model, Place, rank_parameters
-from .tensors import Extent, TensorMetadata
+from ..checkpoint import Checkpoint
+from ..errors import CkptError
+from ..formats.pickles import DTypeRef, TensorRef
+from ..formats.torch_dist import Locator, StoredObject, read_object
+from ..formats.torch_zip import TorchFile, open_torch_file
+from ..tensors import Extent, TensorMetadata
+from .cut import Buffer, RankBuffers
+from .flat import flat_of, make_flat
+from .order import Model, Place, rank_parameters
 
 _GROUP = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 _BUCKET = re.compile(

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from .dtypes import dtype
-from .errors import CkptError
-from .inspection import Opened
-from .statistics import adding_up
-from .tensors import Shape, TensorMetadata, contiguous_strides
+from ..dtypes import dtype
+from ..errors import CkptError
+from ..statistics import adding_up
+from ..tensors import Shape, TensorMetadata, contiguous_strides
+from .overview import Opened
 
 BLOCK_BYTES = 2**20
 
@@ -51,7 +51,7 @@ def fingerprint(opened: Opened, *, threads: int = 2, on_progress: Callable[[int]
 
 def named_weights(opened: Opened) -> tuple[dict[str, TensorMetadata], str, str]:
     """(located weights by the names that are hashed, "hf" or "stored", why). CkptError E222 when there are none."""
-    from .views import as_hf
+    from ..views import as_hf
 
     checkpoint = opened.model
     weights = checkpoint.weights
@@ -72,10 +72,10 @@ def named_weights(opened: Opened) -> tuple[dict[str, TensorMetadata], str, str]:
 
 def _without_copies(opened: Opened) -> dict[str, TensorMetadata]:
     """HF tensors without those that carry no weight of their own (a tied head stored again, rotary frequencies)."""
-    from .families import family_of_config
-    from .families.config import args_from_config
-    from .families.dimensions import dimensions
-    from .families.family import bind
+    from ..families import family_of_config
+    from ..families.config import args_from_config
+    from ..families.dimensions import dimensions
+    from ..families.family import bind
 
     checkpoint = opened.model
     where = checkpoint.location.directory
@@ -105,7 +105,7 @@ def row_major(tensor: TensorMetadata) -> Iterator[memoryview | bytes]:
     if whole is not None:
         yield from _file_bytes(*whole)
         return
-    from .lazy import read_box
+    from ..lazy import read_box
 
     for offset, shape in _boxes((), tensor.global_shape, dtype(tensor.dtype).itemsize):
         yield read_box(tensor, offset, shape).reshape(-1).view("u1").data

@@ -12,24 +12,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import Checkpoint
-from .errors import CkptError
-from .formats.torch_dist import Locator, TorchDist
-from .formats.torch_zip import TorchFile, open_torch_file
-from .inspection_optimizer import optimizer_state as described
-from .naming import canonical_tensors
-from .notes import Note
-from .optimizer_cut import BucketOptions, cut_buffers
-from .optimizer_flat import unflatten
-from .optimizer_groups import Steps, merge_groups
-from .optimizer_order import GROUPED, SEQUENTIAL, TE_GROUPED, Model, source_layout
-from .optimizer_sources import Owner, assigned, bucket_buffers, gathered_buffers, optimizers, owned_objects
-from .optimizer_state import OptimizerState, canonical_state, collect, entries, masters_note, missing_notes, repad_state, with_bytes
-from .tensors import TensorMetadata, check_tiling
-from .views import View
+from ..checkpoint import Checkpoint
+from ..errors import CkptError
+from ..formats.torch_dist import Locator, TorchDist
+from ..formats.torch_zip import TorchFile, open_torch_file
+from ..naming import canonical_tensors
+from ..notes import Note
+from ..tensors import TensorMetadata, check_tiling
+from ..views import View
+from .cut import BucketOptions, cut_buffers
+from .flat import unflatten
+from .groups import Steps, merge_groups
+from .kinds import optimizer_state as described
+from .order import GROUPED, SEQUENTIAL, TE_GROUPED, Model, source_layout
+from .sources import Owner, assigned, bucket_buffers, gathered_buffers, optimizers, owned_objects
+from .state import OptimizerState, canonical_state, collect, entries, masters_note, missing_notes, repad_state, with_bytes
 
 if TYPE_CHECKING:
-    from .optimizer_repair import Repair
+    from .repair import Repair
 
 __all__ = ["OptimizerState", "read_optimizer", "repad_state", "repair_optimizer"]
 
@@ -50,7 +50,7 @@ def read_optimizer(
     details, where, args = checkpoint.details, checkpoint.location.directory, checkpoint.args or {}
     options = bucket_options(args, sum(t.numel for t in view.tensors.values()), bucket_size, dp)
     if checkpoint.format == "torch":
-        from .optimizer_legacy import legacy_ranks, read_legacy
+        from .legacy import legacy_ranks, read_legacy
 
         scheduler = (checkpoint.common or {}).get("opt_param_scheduler", (checkpoint.common or {}).get("lr_scheduler"))
         ranks = legacy_ranks(checkpoint)
@@ -214,7 +214,7 @@ def repair_optimizer(
 
     view, bucket_size, dp  as for read_optimizer.
     """
-    from .optimizer_repair import repair_shifted
+    from .repair import repair_shifted
 
     args, where = checkpoint.args or {}, checkpoint.location.directory
     if state.kind != "fully_reshardable":

@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .checkpoint import EXTRA_STATE, Checkpoint, open_location
-from .dtypes import DTYPES
-from .errors import CkptError
-from .formats import hf as hf_format
-from .formats.torch_dist import TorchDist
-from .inspection_model import Model, describe
-from .inspection_optimizer import OptimizerState, Rest, optimizer_state, rest_of_state
-from .inspection_tensors import Kind, fold
-from .inspection_writer import Writer, written_by
-from .location import Location, locate
-from .tensors import TensorMetadata
+from ..checkpoint import EXTRA_STATE, Checkpoint, open_location
+from ..dtypes import DTYPES
+from ..errors import CkptError
+from ..formats import hf as hf_format
+from ..formats.torch_dist import TorchDist
+from ..location import Location, locate
+from ..optimizer.kinds import OptimizerState, Rest, optimizer_state, rest_of_state
+from ..tensors import TensorMetadata
+from .model import Model, describe
+from .tensors import Kind, fold
+from .writer import Writer, written_by
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,13 +6,12 @@ Sources: Megatron-LM core_v0.8.0 to core_v0.19.0 optimizer/distrib_optimizer.py,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint import Checkpoint, byte_count, is_optimizer
-from .inspection_writer import param_groups
-from .tensors import Shape, TensorMetadata
+from ..checkpoint import Checkpoint, byte_count, is_optimizer
+from ..tensors import Shape, TensorMetadata
 
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[a-z0-9_]+)\.(?P<key>.+)$")
 _BUCKET = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_\d+\..*bucket_idx_\d+\.(?P<state>\w+)$")
@@ -197,3 +196,15 @@ def rest_of_state(checkpoint: Checkpoint) -> Rest:
     )
     progress = {n: place[n] for n, place in places if isinstance(place.get(n), int | float) and not isinstance(place[n], bool)}
     return Rest(len(random), random[0].grid if random else (), scheduler, progress)
+
+
+def param_groups(optimizer: Any) -> Iterable[Mapping[str, Any]]:
+    """Parameter groups in an optimizer's common state: its own, those of the optimizer it wraps, or of each of several."""
+    if not isinstance(optimizer, Mapping):
+        return
+    groups = optimizer.get("param_groups")
+    if isinstance(groups, list):
+        yield from (g for g in groups if isinstance(g, Mapping))
+    for key, value in optimizer.items():
+        if key == "optimizer" or (isinstance(key, int) and not isinstance(key, bool)):
+            yield from param_groups(value)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from .dtypes import dtype
-from .errors import CkptError
-from .tensors import Chunk, Extent, Shape, TensorMetadata, contiguous_strides
+from ..dtypes import dtype
+from ..errors import CkptError
+from ..tensors import Chunk, Extent, Shape, TensorMetadata, contiguous_strides
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> list[tuple[Shape, Shape]]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .errors import CkptError
-from .layout import ParallelLayout, layer_of
+from ..errors import CkptError
+from ..layout import ParallelLayout, layer_of
 
 FORMS = ("numbered", "sequential", "grouped")
 

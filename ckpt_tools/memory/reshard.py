@@ -8,7 +8,7 @@
     >>> two[Rank(tp=1, etp=1)]["decoder.layers.0.mlp.linear_fc2.weight"].tolist()
     [[2.0, 3.0], [6.0, 7.0]]
 
-Which rank holds what is decided by `layout`, nowhere else; planning is pure (`memory_plan.plan_reshard`), moving is done by `kernels`.
+Which rank holds what is decided by `layout`, nowhere else; planning is pure (`memory.plan.plan_reshard`), moving is done by `kernels`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .errors import CkptError
-from .kernels import Backend, backend, backend_for
-from .layout import ParallelLayout
-from .memory_names import Rank, ranks
-from .memory_plan import Array, MemoryPlan, Options, plan_reshard
+from ..errors import CkptError
+from ..kernels import Backend, backend, backend_for
+from ..layout import ParallelLayout
+from .names import Rank, ranks
+from .plan import Array, MemoryPlan, Options, plan_reshard
 
 __all__ = ["Options", "Rank", "apply_plan", "described", "plan_reshard", "ranks", "reshard_state_dict"]
 
@@ -130,7 +130,7 @@ def _allocate(plan: MemoryPlan, sources: list[Any]) -> list[Any]:
         return [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device=sources[0].device) for t in plan.targets]
     import numpy as np
 
-    from .dtypes import dtype
+    from ..dtypes import dtype
 
     return [np.empty(t.shape, dtype(t.dtype).to_numpy()) for t in plan.targets]
 

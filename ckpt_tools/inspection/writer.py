@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint import Checkpoint
-from .formats.hf import HfFolder
-from .formats.torch_dist import TorchDist
+from ..checkpoint import Checkpoint
+from ..formats.hf import HfFolder
+from ..formats.torch_dist import TorchDist
+from ..optimizer.kinds import param_groups
 
 _BLOB = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp\Z")
 _LAYOUT: tuple[tuple[str, str], ...] = (
@@ -198,18 +199,6 @@ def megatron_lm_release(args: Mapping[str, Any]) -> int | None:
     if newest < 1 or not all(state[:newest]) or any(n in args for n in later):
         return None
     return _ARGUMENTS[newest][0]
-
-
-def param_groups(optimizer: Any) -> Iterable[Mapping[str, Any]]:
-    """Parameter groups in an optimizer's common state: its own, those of the optimizer it wraps, or of each of several."""
-    if not isinstance(optimizer, Mapping):
-        return
-    groups = optimizer.get("param_groups")
-    if isinstance(groups, list):
-        yield from (g for g in groups if isinstance(g, Mapping))
-    for key, value in optimizer.items():
-        if key == "optimizer" or (isinstance(key, int) and not isinstance(key, bool)):
-            yield from param_groups(value)
 
 
 def _hugging_face(details: HfFolder) -> tuple[str | None, tuple[str, ...]]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from .checkpoint import Checkpoint, is_optimizer
-from .dtypes import DTYPES
-from .naming import StoredKey, parse_key
-from .tensors import Chunk, Shape, TensorMetadata
+from ..checkpoint import Checkpoint, is_optimizer
+from ..dtypes import DTYPES
+from ..naming import StoredKey, parse_key
+from ..tensors import Chunk, Shape, TensorMetadata
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.|$)")
 _GROUPED_EXPERT = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.)(weight|bias)[0-9]+$")  # Transformer Engine's grouped linear layers

@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from .checkpoint import Checkpoint
-from .dtypes import dtype
-from .errors import CkptError
-from .formats.pickles import TensorRef
-from .formats.torch_legacy import Legacy
-from .formats.torch_zip import TorchFile, open_torch_file
-from .notes import Note
-from .optimizer_cut import BucketOptions, Cut, RankBuffers, add_matched, match
-from .optimizer_flat import make_flat
-from .optimizer_groups import Steps, group_number, merge_groups
-from .optimizer_order import (
+from ..checkpoint import Checkpoint
+from ..dtypes import dtype
+from ..errors import CkptError
+from ..formats.pickles import TensorRef
+from ..formats.torch_legacy import Legacy
+from ..formats.torch_zip import TorchFile, open_torch_file
+from ..notes import Note
+from ..tensors import Extent, Shape, TensorMetadata
+from .cut import BucketOptions, Cut, RankBuffers, add_matched, match
+from .flat import make_flat
+from .groups import Steps, group_number, merge_groups
+from .order import (
     EMBEDDING,
     HEAD,
     SEQUENTIAL,
@@ -34,9 +35,8 @@ from .optimizer_order import (
     local_parameter,
     registration_key,
 )
-from .optimizer_sources import world_buffers
-from .optimizer_state import MASTER, OptimizerState, canonical_state, collect, entries, masters_note, missing_notes, with_bytes
-from .tensors import Extent, Shape, TensorMetadata
+from .sources import world_buffers
+from .state import MASTER, OptimizerState, canonical_state, collect, entries, masters_note, missing_notes, with_bytes
 
 DISTRIB_NAME = "distrib_optim.pt"
 Names = Sequence[tuple[str, Shape]]

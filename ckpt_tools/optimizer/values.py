@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from .dtypes import dtype
-from .lazy import read_box
-from .tensors import Shape, TensorMetadata
+from ..dtypes import dtype
+from ..lazy import read_box
+from ..tensors import Shape, TensorMetadata
 
 SAMPLE = 256  # elements looked at per tensor unless all are
 BLOCK = 1 << 20  # elements in memory at once

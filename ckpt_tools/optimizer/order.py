@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from .errors import CkptError
-from .formats.pickles import Record
-from .layout import ParallelLayout, cut_of, expert_of, is_expert, layer_of, rank_boxes
-from .tensors import Shape, TensorMetadata
+from ..errors import CkptError
+from ..formats.pickles import Record
+from ..layout import ParallelLayout, cut_of, expert_of, is_expert, layer_of, rank_boxes
+from ..tensors import Shape, TensorMetadata
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 GROUPED = "grouped"  # experts as two tensors weight1 / weight2, transposed (GroupedMLP, until 0.16)

@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from .dtypes import dtype
-from .errors import CkptError
-from .notes import Note
-from .optimizer_buckets import Buckets, Item, end_divisor, recompute
-from .optimizer_cut import BucketOptions, Cut, buffers_of, sizes_to_try
-from .optimizer_flat import Flat, make_flat
-from .optimizer_order import Model, Parameter, Piece
-from .optimizer_sources import assigned
-from .optimizer_state import MASTER, OptimizerState
-from .optimizer_values import compare_masters
-from .tensors import Chunk, Decode, Extent, Shape, TensorMetadata, contiguous_strides
+from ..dtypes import dtype
+from ..errors import CkptError
+from ..notes import Note
+from ..tensors import Chunk, Decode, Extent, Shape, TensorMetadata, contiguous_strides
+from .buckets import Buckets, Item, end_divisor, recompute
+from .cut import BucketOptions, Cut, buffers_of, sizes_to_try
+from .flat import Flat, make_flat
+from .order import Model, Parameter, Piece
+from .sources import assigned
+from .state import MASTER, OptimizerState
+from .values import compare_masters
 
 Named = dict[str, dict[str, TensorMetadata]]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import CkptError
-from .notes import Note
+from ..errors import CkptError
+from ..notes import Note
 
 # Megatron finds a group by these keys (0.16: optimizer.py param_group_identifier_keys); a group that lacks one has the neutral value.
 IDENTITY: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}

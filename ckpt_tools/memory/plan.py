@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from .dtypes import dtype
-from .errors import CkptError
-from .layout import ParallelLayout, cut_of, expert_of, is_expert, layer_of, rank_boxes
-from .memory_names import FORMS, Held, Rank, Stages, experts_by_mixture, held, layer_count, ranks, renumbered, shown, split_chunk, stages
-from .planning import Move, merge_axes
-from .tensors import Chunk, Extent, Shape, TensorMetadata, contiguous_strides, tiling_error
+from ..dtypes import dtype
+from ..errors import CkptError
+from ..layout import ParallelLayout, cut_of, expert_of, is_expert, layer_of, rank_boxes
+from ..planning import Move, merge_axes
+from ..tensors import Chunk, Extent, Shape, TensorMetadata, contiguous_strides, tiling_error
+from .names import FORMS, Held, Rank, Stages, experts_by_mixture, held, layer_count, ranks, renumbered, shown, split_chunk, stages
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -40,7 +40,7 @@ class MemoryPlan:
 class Options:
     """gated: fc1 is [gate; up]. tied: output_layer.weight is a copy of the embedding, held at the end of the pipeline.
     local_names: shards are keyed as the rank's own module names them (layers and experts from 0; chunks "model0." ... when a stage has
-    several), else globally. expert_form: of the result, one of memory_names.FORMS (None = as the source has it). wanted: target ranks to
+    several), else globally. expert_form: of the result, one of memory.names.FORMS (None = as the source has it). wanted: target ranks to
     make (None = all)."""
 
     gated: bool = True

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .errors import CkptError
-from .optimizer_buckets import ALIGN, Buckets, Item, default_bucket_size, end_divisor, fit, recompute
-from .optimizer_flat import Flat
-from .optimizer_order import Parameter, Piece, Place
-from .tensors import Chunk, TensorMetadata, check_tiling
+from ..errors import CkptError
+from ..tensors import Chunk, TensorMetadata, check_tiling
+from .buckets import ALIGN, Buckets, Item, default_bucket_size, end_divisor, fit, recompute
+from .flat import Flat
+from .order import Parameter, Piece, Place
 
 QUANTIZED = "uint8"  # what Megatron calls the dtype of FP8 parameters in buffers
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from .dtypes import dtype
-from .formats.pickles import DTypeRef, TensorSpec
-from .layout import ParallelLayout
-from .optimizer_buckets import Item, end_divisor, recompute
-from .optimizer_cut import buffers_of
-from .optimizer_entries import OptimizerEntries
-from .optimizer_groups import Group, group_number
-from .optimizer_order import Parameter
-from .tensors import Shape, contiguous_strides
+from ..dtypes import dtype
+from ..formats.pickles import DTypeRef, TensorSpec
+from ..layout import ParallelLayout
+from ..tensors import Shape, contiguous_strides
+from .buckets import Item, end_divisor, recompute
+from .cut import buffers_of
+from .entries import OptimizerEntries
+from .groups import Group, group_number
+from .order import Parameter
 
 DISTRIBUTED = "distrib_optim"  # flat buffers in distrib_optim.pt
 INDEXED = "indexed"  # state by integer index (Float16OptimizerWithFloat16Params, FP32Optimizer)
@@ -63,7 +63,7 @@ def rank_optimizer(
     """One rank's optimizer files.
 
     entries      as optimizer_entries gives them: FULLY_RESHARDABLE for form DISTRIBUTED, NON_DISTRIBUTED for INDEXED.
-    chunks       the rank's parameters per model chunk, in registration order (optimizer_order.rank_parameters).
+    chunks       the rank's parameters per model chunk, in registration order (optimizer.order.rank_parameters).
     bucket_size  elements per bucket of the target run, None = one bucket; only the first chunk of the first stage is divided.
     dense        whether this rank is the first of its data-parallel group, which writes the flat buffers of the dense parameters;
     experts      of its expert data-parallel group likewise. Matters where experts are optimized apart.

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from .dtypes import dtype
-from .formats.pickles import NumpyScalar, TensorRef, TensorSpec
-from .formats.torch_zip import TorchFile
-from .notes import Note
-from .optimizer_groups import Group, Steps
-from .optimizer_order import is_parameter
-from .optimizer_values import compare_masters
-from .tensors import Chunk, TensorMetadata
+from ..dtypes import dtype
+from ..formats.pickles import NumpyScalar, TensorRef, TensorSpec
+from ..formats.torch_zip import TorchFile
+from ..notes import Note
+from ..tensors import Chunk, TensorMetadata
+from .groups import Group, Steps
+from .order import is_parameter
+from .values import compare_masters
 
 MASTER = "param"  # the float32 weights; Megatron also says fp32_param, master_param
 _MASTERS = ("fp32_param", "master_param")

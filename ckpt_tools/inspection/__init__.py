@@ -1,0 +1,1 @@
+"""What the headers of a checkpoint tell, as data: what `ckpt inspect` shows."""

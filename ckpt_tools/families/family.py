@@ -39,6 +39,10 @@ class Family:
     fused      HF tensors that hold all experts of a layer, read as one tensor per expert.
     renamed    other spellings of HF names (pattern, replacement), read as the family's own.
     ignored    HF name pattern -> why such a tensor carries no weight of its own.
+    verified   the most that the family contract of the tests proves: "logits" (megatron-core computes what transformers computes), "names"
+               (megatron-core asks for exactly these names and shapes), "round trip" (transformers' names, every byte comes back).
+    note       what could not be verified or held, and why.   sources  where names and arguments were read.
+    unbuildable  (megatron-core version and spec, e.g. "0.19.2 local") -> why that one cannot build the model.
     """
 
     name: str
@@ -52,6 +56,10 @@ class Family:
         (r".*\.rotary_emb\.inv_freq", "computed from the config"),
         (r".*\.attn\.(masked_)?bias", "a causal mask"),
     )
+    verified: str = "round trip"
+    note: str = ""
+    sources: tuple[str, ...] = ()
+    unbuildable: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

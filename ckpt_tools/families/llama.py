@@ -12,4 +12,6 @@ LLAMA = Family(
     architectures=("LlamaForCausalLM",),
     rules=LLAMA_RULES,
     tensors=dense(QKV, OPTIONAL_QKV_BIAS, PROJ, OPTIONAL_PROJ_BIAS, mlp=(FC1, OPTIONAL_FC1_BIAS, FC2, OPTIONAL_FC2_BIAS)),
+    verified="logits",
+    sources=("transformers 5.24: models/llama", "Megatron-LM 0.16.1, 0.19.2: models/gpt, transformer"),
 )

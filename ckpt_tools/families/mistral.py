@@ -12,4 +12,6 @@ MISTRAL = Family(
     architectures=("MistralForCausalLM",),
     rules=MISTRAL_RULES,
     tensors=dense(QKV, PROJ),
+    verified="logits",
+    sources=("transformers 5.24: models/mistral", "Megatron-LM 0.16.1, 0.19.2: models/gpt, transformer"),
 )

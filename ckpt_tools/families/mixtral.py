@@ -30,4 +30,6 @@ MIXTRAL = Family(
         Fused("model.layers.{l}.mlp.experts.down_proj", ("block_sparse_moe.experts.{e}.w2.weight",)),
     ),
     renamed=((r"(model\.layers\.\d+\.)mlp\.gate\.weight", r"\1block_sparse_moe.gate.weight"),),
+    verified="logits",
+    sources=("transformers 5.24: models/mixtral", "Megatron-LM 0.16.1, 0.19.2: models/gpt, transformer"),
 )

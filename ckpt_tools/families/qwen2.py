@@ -12,4 +12,6 @@ QWEN2 = Family(
     architectures=("Qwen2ForCausalLM",),
     rules=QWEN2_RULES,
     tensors=dense(QKV, QKV_BIAS, PROJ),
+    verified="logits",
+    sources=("transformers 5.24: models/qwen2", "Megatron-LM 0.16.1, 0.19.2: models/gpt, transformer"),
 )

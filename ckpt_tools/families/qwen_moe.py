@@ -30,6 +30,8 @@ QWEN2_MOE = Family(
     ),
     tensors=moe(QKV, OPTIONAL_QKV_BIAS, PROJ, mlp=(*router(), *experts(), *shared_experts("shared_expert", gate="shared_expert_gate"))),
     fused=PER_EXPERT,
+    verified="logits",
+    sources=("transformers 5.24: models/qwen2_moe", "Megatron-LM 0.16.1, 0.19.2: models/gpt, transformer"),
 )
 
 QWEN3_MOE = Family(
@@ -49,4 +51,6 @@ QWEN3_MOE = Family(
     ),
     tensors=moe(QKV, OPTIONAL_QKV_BIAS, PROJ, OPTIONAL_PROJ_BIAS, Q_NORM, K_NORM, mlp=(*router(), *experts())),
     fused=PER_EXPERT,
+    verified="logits",
+    sources=("transformers 5.24: models/qwen3_moe", "Megatron-LM 0.16.1, 0.19.2: models/gpt, transformer"),
 )

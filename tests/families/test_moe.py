@@ -7,42 +7,13 @@ import json
 import numpy as np
 import pytest
 from builders import ckpt, read_hf, same
+from families import tiny
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.oracle
 
-SIZES = {
-    "vocab_size": 509, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 80,
-    "max_position_embeddings": 128, "initializer_range": 0.15, "tie_word_embeddings": False, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-KINDS = {
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "intermediate_size": 24, "rms_norm_eps": 1e-5}),
-    "qwen2_moe": (
-        "Qwen2MoeConfig", "Qwen2MoeForCausalLM",
-        {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "norm_topk_prob": False, "decoder_sparse_step": 1},
-    ),
-    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True}),
-    "qwen3_moe_some_dense": (
-        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
-    ),
-}  # fmt: skip
-
-
-def write(name, folder, dtype="bfloat16", **save):
-    config_name, model_name, extra = KINDS[name]
-    torch.manual_seed(sorted(KINDS).index(name))
-    model = getattr(transformers, model_name)(getattr(transformers, config_name)(**{**SIZES, **ROPE, **extra}))
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
-                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
-            elif parameter_name.endswith("bias"):
-                parameter.copy_(0.1 * torch.randn_like(parameter))
-    model = model.to(getattr(torch, dtype)).eval()
-    model.save_pretrained(folder, **save)
-    return model
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_some_dense")
 
 
 def convert(*args):
@@ -54,7 +25,7 @@ def convert(*args):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("to", ["torch_dist", "torch"])
 def test_every_byte_comes_back_at_any_expert_layout(tmp_path, name, to):
-    write(name, tmp_path / "hf")
+    tiny.write(name, tmp_path / "hf", "bfloat16")
     convert(tmp_path / "hf", tmp_path / "run", "--to", to, "--tp", "2", "--ep", "2", "--etp", "1", "--verify")
     convert(tmp_path / "run", tmp_path / "back", "--to", "hf", "--verify")
     assert {p.name: p.read_bytes() for p in (tmp_path / "back").iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "hf").iterdir()}
@@ -63,8 +34,8 @@ def test_every_byte_comes_back_at_any_expert_layout(tmp_path, name, to):
 @pytest.mark.case("E14")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
 def test_fused_and_per_expert_sources_give_the_same_result(tmp_path, name):
-    write(name, tmp_path / "hub")
-    write(name, tmp_path / "fused", save_original_format=False)
+    tiny.write(name, tmp_path / "hub", "bfloat16")
+    tiny.write(name, tmp_path / "fused", "bfloat16", save_original_format=False)
     assert any("gate_up_proj" in n for n in read_hf(tmp_path / "fused"))
     for form in ("hub", "fused"):
         convert(tmp_path / form, tmp_path / f"{form}-run", "--to", "torch_dist", "--verify")
@@ -77,7 +48,7 @@ def test_fused_and_per_expert_sources_give_the_same_result(tmp_path, name):
 @pytest.mark.case("E3")
 @pytest.mark.case("E7")
 def test_every_expert_is_stored_once_under_its_own_number(tmp_path):
-    write("qwen3_moe", tmp_path / "hf")
+    tiny.write("qwen3_moe", tmp_path / "hf", "bfloat16")
     source = read_hf(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "run", "--to", "torch", "--tp", "2", "--ep", "2", "--etp", "1")
     total = 0
@@ -99,7 +70,7 @@ def test_every_expert_is_stored_once_under_its_own_number(tmp_path):
 
 @pytest.mark.case("E10")
 def test_the_gate_of_a_shared_expert_is_kept(tmp_path):
-    write("qwen2_moe", tmp_path / "hf")
+    tiny.write("qwen2_moe", tmp_path / "hf", "bfloat16")
     convert(tmp_path / "hf", tmp_path / "run", "--to", "torch", "--tp", "2")
     for rank in range(2):
         model = torch.load(tmp_path / "run" / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)["model"]
@@ -108,7 +79,7 @@ def test_the_gate_of_a_shared_expert_is_kept(tmp_path):
 
 @pytest.mark.case("E11")
 def test_dense_and_expert_layers_are_told_apart(tmp_path):
-    write("qwen3_moe_some_dense", tmp_path / "hf")
+    tiny.write("qwen3_moe_some_dense", tmp_path / "hf", "bfloat16")
     convert(tmp_path / "hf", tmp_path / "run", "--to", "torch_dist")
     keys = json.loads(ckpt("inspect", tmp_path / "run", "--json", "--tensors").stdout)["tensors"]
     names = {k["name"] for k in keys}
@@ -128,7 +99,7 @@ def test_what_megatron_lm_wrote_comes_out_exactly(shared, tmp_path, name):
 @pytest.mark.case("E12")
 def test_grouped_sequential_and_numbered_experts_are_the_same_model(tmp_path):
     """GroupedMLP keeps weight1 as a view (experts, hidden, 2 ffn) and weight2 as (experts, ffn, hidden): each expert is transposed."""
-    write("qwen3_moe", tmp_path / "hf", "float32")
+    tiny.write("qwen3_moe", tmp_path / "hf")
     source = read_hf(tmp_path / "hf")
     for spec in ("te", "local"):
         convert(tmp_path / "hf", tmp_path / spec, "--to", "torch", "--spec", spec)

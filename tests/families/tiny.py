@@ -1,0 +1,45 @@
+"""Tiny models of every family with random weights: fixtures/families/<variant>.json is the config.json of one, transformers makes the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "families"
+VARIANTS = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+def config_of(variant: str) -> dict[str, Any]:
+    """The config.json of a variant."""
+    value: dict[str, Any] = json.loads((FOLDER / f"{variant}.json").read_text())
+    return value
+
+
+def build(variant: str, dtype: str = "float32") -> Any:
+    """The transformers model of a variant, norms and biases random too, so that a mix-up shows. Deterministic."""
+    import torch
+    import transformers
+
+    fields = config_of(variant)
+    torch.manual_seed(sum(map(ord, variant)))
+    config = transformers.AutoConfig.for_model(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    zero_centred = "gemma" in fields["model_type"] or fields["model_type"] in ("nemotron", "qwen3_next")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")):
+                parameter.copy_((0.0 if zero_centred or name.endswith("bias") else 1.0) + 0.2 * torch.randn_like(parameter))
+            elif name.endswith(("bias", "sinks")):
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def write(variant: str, folder: Path, dtype: str = "float32", **options: Any) -> Any:
+    """Save the model of a variant with save_pretrained(**options); returns it."""
+    model = build(variant, dtype)
+    model.save_pretrained(folder, **options)
+    return model

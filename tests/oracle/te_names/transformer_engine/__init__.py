@@ -13,7 +13,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -133,7 +133,7 @@ FOLDERS = ("pytorch", "ops", "module", "tensor", "common", "recipe", "distribute
 class Package(types.ModuleType):
     """A module of the library in which every name exists."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -209,6 +209,7 @@ def run_conversion(
     threads: int = 2,
     fsync: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
     verify: bool = False,
     on_progress: Progress | None = None,
 ) -> Result:
@@ -223,6 +224,7 @@ def run_conversion(
         threads=threads,
         fsync=fsync,
         overwrite=overwrite,
+        resume=resume,
         on_progress=on_progress,
         before_commit=check if verify else None,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import threading
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from .blocks import Task, make_tasks
 from .engine import Worker
 from .errors import CkptError
+from .journal import Journal, create, take_up
 from .planning import Plan, SourceFile
 from .staging import Staging, overlaps
 
@@ -23,13 +23,15 @@ FLUSH_BYTES = 256 * 2**20  # the background flush runs each time this much more 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was done: bytes written, seconds, values that overflowed in casts, what --verify compared (bytes; None = not asked)."""
+    """What was done: bytes of the result, seconds, values that overflowed in casts, what --verify compared (bytes; None = not asked), and
+    how many bytes an earlier run that was killed had already written."""
 
     path: str
     nbytes: int
     seconds: float
     overflow: int
     verified: int | None
+    resumed: int = 0
 
 
 def execute(
@@ -39,12 +41,15 @@ def execute(
     threads: int = 2,
     fsync: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
     on_progress: Progress | None = None,
     before_commit: Callable[[str], int] | None = None,
 ) -> Result:
     """Make the plan's files under `destination`, which appears only when everything is written and flushed.
 
     threads        workers, each with one buffer of plan.buffer bytes.
+    resume         take up what an earlier run of the same plan left when it was killed; and when this run is interrupted or the disk is
+                   full, leave what it wrote for the next one.
     on_progress    called with the bytes written so far, from worker threads.
     before_commit  called with the staging folder when all is written; returns the bytes it verified or raises.
     Errors: E406 source changed, E407/E408 target occupied, E409 no space or write error. Nothing is left behind on any error.
@@ -54,22 +59,40 @@ def execute(
     for source in {os.path.dirname(s.path) for s in plan.sources} | {str(plan.source.get("path", ""))} - {""}:
         if overlaps(source, target):
             raise CkptError("E407", "the target overlaps the source", where=target, found=source, hint="give a DST outside SRC")
-    with Staging(target, overwrite=overwrite) as staging:
-        check_space(staging.path, plan.nbytes)
-        check_sources(plan.sources)
+    with Staging(target, overwrite=overwrite, resume=resume) as staging:
+        tasks = make_tasks(plan.moves, plan.buffer)
+        journal = _journal(plan, staging, len(tasks))
+        resumed = sum(tasks[number].nbytes for number in journal.done)
+        staging.keep = resume
         try:
-            overflow = _fill(plan, staging.path, threads, fsync, on_progress or (lambda _: None))
+            check_space(staging.path, plan.nbytes - resumed)
+            check_sources(plan.sources)
+            overflow = _fill(plan, tasks, journal, staging.path, threads, fsync, on_progress or (lambda _: None))
+            check_sources(plan.sources)
+            verified = before_commit(staging.path) if before_commit else None
+            staging.commit(sync=fsync)
         except OSError as error:
+            left = "what was written is kept for --resume" if resume else "nothing was left behind"
             raise CkptError(
                 "E409",
                 f"writing failed: {error.strerror}",
                 where=error.filename or target,
-                hint="nothing was left behind; free space or give another DST",
+                hint=f"{left}; free space or give another DST",
             ) from None
-        check_sources(plan.sources)
-        verified = before_commit(staging.path) if before_commit else None
-        staging.commit(sync=fsync)
-    return Result(target, plan.nbytes, time.monotonic() - started, overflow, verified)
+        except CkptError as error:
+            staging.keep = resume and error.code == "E409"
+            raise
+        finally:
+            journal.close()
+    return Result(target, plan.nbytes, time.monotonic() - started, overflow, verified, resumed)
+
+
+def _journal(plan: Plan, staging: Staging, tasks: int) -> Journal:
+    found = take_up(staging.journal, plan, tasks)
+    if found is None:
+        staging.discard()
+        return create(staging.journal, plan)
+    return found
 
 
 def check_space(path: str, needed: int) -> None:
@@ -95,7 +118,9 @@ def check_sources(sources: Sequence[SourceFile]) -> None:
             )
 
 
-def _fill(plan: Plan, folder: str, threads: int, fsync: bool, on_progress: Progress) -> int:
+def _fill(
+    plan: Plan, tasks: Sequence[Task], journal: Journal, folder: str, threads: int, fsync: bool, on_progress: Progress
+) -> int:
     for copied in plan.copies:
         full = os.path.join(folder, copied.target)
         os.makedirs(os.path.dirname(full), exist_ok=True)
@@ -106,12 +131,13 @@ def _fill(plan: Plan, folder: str, threads: int, fsync: bool, on_progress: Progr
         for source in plan.sources:
             sources.append(os.open(source.path, os.O_RDONLY | os.O_CLOEXEC))
         names = [s.path for s in plan.sources]
-        with _Flusher(targets, fsync) as flusher:
+        with _Flusher(targets, fsync, journal) as flusher:
             overflow = run_tasks(
-                make_tasks(plan.moves, plan.buffer),
+                tasks,
                 lambda: Worker(plan.buffer, sources, targets, names),
                 threads,
                 flusher.watch(on_progress),
+                journal=journal,
             )
         if fsync:
             _sync(targets, [os.path.join(folder, c.target) for c in plan.copies])
@@ -124,7 +150,7 @@ def _fill(plan: Plan, folder: str, threads: int, fsync: bool, on_progress: Progr
 def _create(folder: str, path: str, size: int, literals: Sequence[tuple[int, bytes]]) -> int:
     full = os.path.join(folder, path)
     os.makedirs(os.path.dirname(full), exist_ok=True)
-    fd = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    fd = os.open(full, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     os.ftruncate(fd, size)
     for offset, data in literals:
         done = 0
@@ -134,10 +160,11 @@ def _create(folder: str, path: str, size: int, literals: Sequence[tuple[int, byt
 
 
 class _Flusher:
-    """Flushes the target files in the background while they are being written, so that the final fsync has little left to do."""
+    """Flushes the target files in the background while they are being written, so that the final fsync has little left to do, and
+    tells the journal what is on disk."""
 
-    def __init__(self, targets: Sequence[int], enabled: bool) -> None:
-        self._targets, self._enabled = targets, enabled
+    def __init__(self, targets: Sequence[int], enabled: bool, journal: Journal) -> None:
+        self._targets, self._enabled, self._journal = targets, enabled, journal
         self._wake, self._stop = threading.Event(), False
         self._flushed = 0
         self._thread = threading.Thread(target=self._run, name="ckpt-flush", daemon=True)
@@ -170,9 +197,13 @@ class _Flusher:
             self._wake.clear()
             if self._stop:
                 return
-            for fd in self._targets:
-                with contextlib.suppress(OSError):  # reported by the final fsync
+            position = self._journal.position()
+            try:
+                for fd in self._targets:
                     os.fdatasync(fd)
+                self._journal.synced(position)
+            except OSError:  # reported by the final fsync; the journal then promises nothing
+                return
 
 
 def _sync(targets: Sequence[int], paths: Sequence[str]) -> None:
@@ -186,12 +217,18 @@ def _sync(targets: Sequence[int], paths: Sequence[str]) -> None:
             os.close(fd)
 
 
-def run_tasks(tasks: Sequence[Task], make_worker: Callable[[], Worker], threads: int, on_progress: Progress) -> int:
-    """Run all tasks on `threads` workers; the first error stops the others and is raised. Returns the overflow count."""
-    queue = deque(tasks)
+def run_tasks(
+    tasks: Sequence[Task], make_worker: Callable[[], Worker], threads: int, on_progress: Progress, journal: Journal | None = None
+) -> int:
+    """Run all tasks on `threads` workers; the first error stops the others and is raised. Returns the overflow count.
+
+    journal: tasks it has as done are not run again, each one that ends is recorded.
+    """
+    earlier = journal.done if journal else {}
+    queue = deque((number, task) for number, task in enumerate(tasks) if number not in earlier)
     errors: list[BaseException] = []
     workers: list[Worker] = []
-    lock, stop, done = threading.Lock(), threading.Event(), 0
+    lock, stop, done = threading.Lock(), threading.Event(), sum(tasks[number].nbytes for number in earlier)
 
     def work() -> None:
         nonlocal done
@@ -200,10 +237,13 @@ def run_tasks(tasks: Sequence[Task], make_worker: Callable[[], Worker], threads:
             workers.append(worker)
             while not stop.is_set():
                 try:
-                    task = queue.popleft()
+                    number, task = queue.popleft()
                 except IndexError:
                     return
+                before = worker.overflow
                 worker.run(task)
+                if journal:
+                    journal.record(number, worker.overflow - before)
                 with lock:
                     done += task.nbytes
                     on_progress(done)
@@ -225,4 +265,4 @@ def run_tasks(tasks: Sequence[Task], make_worker: Callable[[], Worker], threads:
         raise
     if errors:
         raise errors[0]
-    return sum(w.overflow for w in workers)
+    return sum(w.overflow for w in workers) + sum(earlier.values())

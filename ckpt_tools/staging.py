@@ -18,14 +18,16 @@ class Staging:
     """A temporary folder beside `target` that becomes it. Use as a context manager: leaving it without `commit` removes everything.
 
     overwrite  an existing non-empty target is replaced at commit, and stays as it is until then.
+    resume     what an earlier, killed run left in the temporary folder stays there to be taken up; `keep` set before leaving keeps it.
     Errors: E407 target not empty, E408 another ckpt is writing the same target.
     """
 
-    def __init__(self, target: str, *, overwrite: bool = False) -> None:
+    def __init__(self, target: str, *, overwrite: bool = False, resume: bool = False) -> None:
         self.target = os.path.abspath(target)
-        self.overwrite = overwrite
+        self.overwrite, self.resume, self.keep = overwrite, resume, False
         parent, name = os.path.split(self.target)
         self.path = os.path.join(parent, f".{name}.ckpt-partial")
+        self.journal = os.path.join(parent, f".{name}.ckpt-journal")
         self._lock_path = os.path.join(parent, f".{name}.ckpt-lock")
         self._lock: int | None = None
 
@@ -35,12 +37,18 @@ class Staging:
         self._lock = self._acquire()
         try:
             self._refuse_occupied()  # a writer that ended just now may have put its result in place
-            shutil.rmtree(self.path, ignore_errors=True)  # what a killed run left
-            os.mkdir(self.path)
+            if not (self.resume and os.path.isdir(self.path) and os.path.isfile(self.journal)):
+                self.discard()  # what a killed run left
         except BaseException:
             self._release()
             raise
         return self
+
+    def discard(self) -> None:
+        """Make the temporary folder anew and forget what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._forget()
+        os.mkdir(self.path)
 
     def _acquire(self) -> int:
         while True:
@@ -97,12 +105,19 @@ class Staging:
             sync_folder(os.path.dirname(self.target))
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
+        self._forget()
         self._release()
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.keep:
+                shutil.rmtree(self.path, ignore_errors=True)
+                self._forget()
             self._release()
+
+    def _forget(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.journal)
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -34,7 +34,7 @@ class Worker:
         self.overflow = 0
 
     def run(self, task: Task) -> None:
-        """Make every move of the task. CkptError E406 when a source is shorter than planned; OSError from the target."""
+        """Make every move. CkptError E406 when a source is shorter than planned, E901 when it cannot be read; OSError from the target."""
         if isinstance(task, Ranges):
             self._ranges(task)
         elif isinstance(task, RowBlocks):
@@ -46,7 +46,12 @@ class Worker:
         """Fill `view` from a source file."""
         done, size = 0, len(view)
         while done < size:
-            count = os.preadv(self._sources[source], [view[done:]], offset + done)
+            try:
+                count = os.preadv(self._sources[source], [view[done:]], offset + done)
+            except OSError as error:
+                raise CkptError(
+                    "E901", "a file cannot be read", where=self._names[source], found=f"{error.strerror} at byte {offset + done}"
+                ) from None
             if count == 0:
                 raise CkptError(
                     "E406",

@@ -14,6 +14,7 @@ from .blocks import Task, make_tasks
 from .engine import Worker
 from .errors import CkptError
 from .journal import Journal, create, take_up
+from .open_files import allow
 from .planning import Plan, SourceFile
 from .staging import Staging, overlaps
 
@@ -125,6 +126,7 @@ def _fill(
         full = os.path.join(folder, copied.target)
         os.makedirs(os.path.dirname(full), exist_ok=True)
         shutil.copyfile(copied.source, full)
+    allow(len(plan.sources) + len(plan.targets))
     targets = [_create(folder, t.path, t.size, t.literals) for t in plan.targets]
     sources: list[int] = []
     try:

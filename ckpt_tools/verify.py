@@ -10,6 +10,7 @@ from .dtypes import dtype
 from .engine import Worker
 from .errors import CkptError
 from .execution import run_tasks
+from .open_files import allow
 from .planning import Move, merge_axes
 from .tensors import TensorMetadata
 
@@ -73,6 +74,7 @@ def compare(
                 found="nothing" if other is None else f"{list(other.global_shape)}",
             )
         moves.extend(_pairs(tensor, other, sources, targets))
+    allow(len(sources) + len(targets))
     source_fds, target_fds = [os.open(p, os.O_RDONLY) for p in sources], [os.open(p, os.O_RDONLY) for p in targets]
     try:
         tasks = make_tasks(moves, buffer)

@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _interrupted()
     except BrokenPipeError:
         return _silence()
+    except OSError as error:  # of a file or a folder: not a fault of ckpt, whatever it was doing
+        return _failed(CkptError("E901", "a file cannot be read", where=str(error.filename or ""), found=error.strerror or str(error)))
     except SystemExit as exit:
         if isinstance(exit.__context__, BrokenPipeError):  # Typer turns a closed pipe into exit status 1
             return _silence()

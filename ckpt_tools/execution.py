@@ -14,8 +14,8 @@ from .blocks import Task, make_tasks
 from .engine import Worker
 from .errors import CkptError
 from .journal import Journal, create, take_up
-from .open_files import allow
 from .planning import Plan, SourceFile
+from .source_files import allow, open_source, opened
 from .staging import Staging, overlaps
 
 Progress = Callable[[int], None]
@@ -125,13 +125,14 @@ def _fill(
     for copied in plan.copies:
         full = os.path.join(folder, copied.target)
         os.makedirs(os.path.dirname(full), exist_ok=True)
-        shutil.copyfile(copied.source, full)
+        with opened(copied.source) as source_file, open(full, "wb") as target_file:
+            shutil.copyfileobj(source_file, target_file)
     allow(len(plan.sources) + len(plan.targets))
     targets = [_create(folder, t.path, t.size, t.literals) for t in plan.targets]
     sources: list[int] = []
     try:
         for source in plan.sources:
-            sources.append(os.open(source.path, os.O_RDONLY | os.O_CLOEXEC))
+            sources.append(open_source(source.path))
         names = [s.path for s in plan.sources]
         with _Flusher(targets, fsync, journal) as flusher:
             overflow = run_tasks(

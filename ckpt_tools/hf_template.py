@@ -16,6 +16,7 @@ from .formats.hf_writer import config_bytes
 from .notes import Note
 from .options import ConvertOptions
 from .planning import Copied, TargetFile
+from .source_files import opened
 from .views import View
 
 HF_FOLDER = "hf"  # inside an iteration folder: config, tokenizer and other files of the HF model, as Megatron-Bridge keeps them
@@ -60,7 +61,7 @@ def find_template(checkpoint: Checkpoint, options: ConvertOptions) -> Template:
     if not os.path.exists(path):
         raise CkptError("E306", "there is no config.json in the folder given", where=folder)
     config = hf_format.read_json(path)
-    with open(path, "rb") as file:
+    with opened(path) as file:
         raw = file.read()
     folder = os.path.dirname(path)
     files, warnings = hf_format.side_files(folder)
@@ -81,6 +82,9 @@ def find_template(checkpoint: Checkpoint, options: ConvertOptions) -> Template:
     ):
         weight_map = None
         notes.append(Note("warning", "", "the shard layout beside the config is not usable and was not followed"))
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        metadata = {"format": "pt"}
+        notes.append(Note("warning", "", "the metadata of the shards beside the config is not usable and was not followed"))
     files = tuple(f for f in files if f != WEIGHT_MAP)
     config, files = _remote_code(config, files, notes, options.strip_remote_code)
     return Template(config, raw, folder, files, weight_map, metadata, tuple(notes))

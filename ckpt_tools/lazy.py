@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .dtypes import dtype
 from .errors import CkptError
+from .source_files import open_source
 from .strided import load_block
 from .tensors import Shape, TensorMetadata
 
@@ -118,7 +119,7 @@ def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
                 continue
             fd = files.get(part.extent.path)
             if fd is None:
-                fd = files[part.extent.path] = os.open(part.extent.path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = files[part.extent.path] = open_source(part.extent.path)
             stored = tensor.dtype if part.decode is None else part.decode.stored
             block = load_block(_reader(fd, part.extent.path), part.extent.offset, part.local_shape, part.extent.strides or (), stored)
             if part.decode is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .dtypes import dtype
 from .errors import CkptError
+from .source_files import open_source
 from .tensors import Extent, Shape, TensorMetadata
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def statistics_of(tensor: TensorMetadata, on_progress: Callable[[int], None] = l
                 total.add_zeros(prod(chunk.local_shape))
                 continue
             if extent.path not in files:
-                files[extent.path] = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+                files[extent.path] = open_source(extent.path)
             stored = tensor.dtype if chunk.decode is None else chunk.decode.stored
             for raw in _blocks(files[extent.path], extent, chunk.local_shape, dtype(stored).itemsize):
                 total.add(_numbers(raw, stored))

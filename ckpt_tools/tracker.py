@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .errors import CkptError
 from .formats.safetensors import refuse_placeholder
+from .source_files import opened
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
@@ -39,7 +40,7 @@ def list_folder(path: str) -> list[str]:
 def read_head(path: str, limit: int) -> bytes:
     """At most `limit` bytes from the start of a file. CkptError E901."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             return file.read(limit)
     except OSError as error:
         raise CkptError("E901", "cannot read the file", where=path, found=error.strerror or str(error)) from None

@@ -15,6 +15,7 @@ from .formats.torch_legacy import Legacy
 from .formats.torch_zip import TorchFile
 from .layout import ParallelLayout
 from .notes import Note
+from .source_files import opened
 
 OBJECT_LIMIT = 64 * 2**20  # bytes; a rank's random state has about 20 kB
 # what the writers make anew, and what other modules look after
@@ -51,7 +52,7 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout) -> tuple[list[
         return [], [Note("dropped", "rng_state", _LOST)]
     kept = []
     for stored in found:
-        with open(stored.extent.path, "rb") as file:
+        with opened(stored.extent.path) as file:
             record = os.pread(file.fileno(), stored.extent.length, stored.extent.offset)
         kept.append((stored.fqn, record))
     return kept, [Note("kept", "rng_state", "random states of all ranks, byte for byte: tp and pp stay")]

@@ -10,8 +10,8 @@ from .dtypes import dtype
 from .engine import Worker
 from .errors import CkptError
 from .execution import run_tasks
-from .open_files import allow
 from .planning import Move, merge_axes
+from .source_files import allow, open_source
 from .tensors import TensorMetadata
 
 
@@ -75,7 +75,7 @@ def compare(
             )
         moves.extend(_pairs(tensor, other, sources, targets))
     allow(len(sources) + len(targets))
-    source_fds, target_fds = [os.open(p, os.O_RDONLY) for p in sources], [os.open(p, os.O_RDONLY) for p in targets]
+    source_fds, target_fds = [open_source(p) for p in sources], [open_source(p) for p in targets]
     try:
         tasks = make_tasks(moves, buffer)
         run_tasks(

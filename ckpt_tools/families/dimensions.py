@@ -9,6 +9,8 @@ from typing import Any
 from ..errors import CkptError
 from ..tensors import Shape
 
+MOST = 1_000_000  # layers times experts: more than any model has, and few enough to be listed
+
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
@@ -67,6 +69,8 @@ def dimensions(args: Mapping[str, Any]) -> Dimensions:
         groups = _need(args, "num_query_groups")
     if heads % groups:
         raise CkptError("E301", "query heads are not a multiple of query groups", found=f"{heads} heads, {groups} groups")
+    if layers * int(args.get("num_experts") or args.get("num_moe_experts") or 1) > MOST:
+        raise CkptError("E301", "no model has that many layers and experts", expected=f"at most {MOST}", found=f"{layers} layers")
     head_dim = args.get("kv_channels") or hidden // heads
     vocab = args.get("vocab_size") or 0
     symbols = {"L": layers, "H": hidden, "A": heads, "G": groups, "R": heads // groups, "d": head_dim, "V": vocab}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CkptError, nearest
+from ..source_files import opened
 from ..tensors import TensorMetadata
 from .safetensors import read_header, refuse_placeholder
 
@@ -167,7 +168,7 @@ def is_safe_name(name: str) -> bool:
 
 def read_json(path: str) -> dict[str, Any]:
     """A JSON object from a file of bounded size. CkptError E205/E216."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         raw = file.read(JSON_LIMIT + 1)
     refuse_placeholder(path, raw[:72])
     if len(raw) > JSON_LIMIT:
@@ -197,9 +198,12 @@ def side_files(path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
             relative = os.path.relpath(full, path)
             if name.endswith(WEIGHT_SUFFIXES) or name.endswith((".safetensors.index.json", ".bin.index.json")):
                 continue
-            if relative in ("config.json", "latest_checkpointed_iteration.txt") or not os.path.isfile(full):
+            if relative in ("config.json", "latest_checkpointed_iteration.txt"):
                 continue
-            with open(full, "rb") as file:
+            if not os.path.isfile(full):  # a pipe, a device, a link to nowhere
+                warnings.append(f"{relative}: not a regular file; not copied")
+                continue
+            with opened(full) as file:
                 try:
                     refuse_placeholder(full, file.read(72) if not name.endswith((".html", ".htm")) else b"")
                 except CkptError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..dtypes import BY_SAFETENSORS, DTYPES, RANK
 from ..errors import CkptError
+from ..source_files import opened
 from ..tensors import Chunk, Extent, Shape, TensorMetadata, contiguous_strides
 
 HEADER_LIMIT = 100_000_000  # bytes of JSON; the library refuses one more
@@ -34,7 +35,7 @@ def read_header(path: str, *, tolerant: bool = False) -> Header:
 
     Errors: E205 placeholder (git-lfs pointer, HTML), E210 broken header, E211 ranges that do not partition the data.
     """
-    with open(path, "rb") as file:
+    with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         refuse_placeholder(path, head + file.read(64))
@@ -141,8 +142,8 @@ def _entry(name: str, value: object, path: str) -> tuple[str, int, int, str, Sha
     if unknown:
         raise CkptError("E210", f"safetensors entry {name!r} has unknown fields", where=where, found=", ".join(sorted(unknown)))
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if code not in BY_SAFETENSORS:
-        raise CkptError("E210", f"unknown safetensors dtype {code!r}", where=where, expected=", ".join(BY_SAFETENSORS))
+    if not isinstance(code, str) or code not in BY_SAFETENSORS:
+        raise CkptError("E210", f"unknown safetensors dtype {code!r}"[:200], where=where, expected=", ".join(BY_SAFETENSORS))
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CkptError(
             "E211",

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..dtypes import DTYPES
 from ..errors import CkptError
+from ..source_files import open_source, opened
 from ..tensors import Chunk, Extent, Shape, TensorMetadata
 from . import pickles, torch_zip
 from .hf import is_safe_name, read_json
@@ -68,7 +69,7 @@ def open_torch_dist(directory: str) -> TorchDist:
 
 def _open(directory: str) -> TorchDist:
     path = os.path.join(directory, ".metadata")
-    with open(path, "rb") as file:
+    with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > METADATA_LIMIT:
             raise CkptError(
@@ -281,7 +282,7 @@ class Locator:
             return chunk
         fd = self._files.get(extent.path)
         if fd is None:
-            fd = self._files[extent.path] = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._files[extent.path] = open_source(extent.path)
         entry = torch_zip.read_tensor_entry(fd, extent.offset, extent.length, f"{extent.path}: {tensor.fqn}")
         if entry.dtype != tensor.dtype or entry.shape != chunk.local_shape:
             raise CkptError(

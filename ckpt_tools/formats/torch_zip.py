@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DTYPES, dtype
 from ..errors import CkptError
+from ..source_files import opened
 from ..tensors import contiguous_strides
 from . import pickles
 from .pickle_values import TensorRef
@@ -275,7 +276,7 @@ class TorchFile:
         if max(total, span) > MAX_SMALL_READ:
             found = f"{max(total, span)} bytes"
             raise CkptError("E502", "a value is too large to be read into memory at once", where=self.where, found=found)
-        with open(self.path, "rb") as file:
+        with opened(self.path) as file:
             raw = os.pread(file.fileno(), span, start)
         if len(raw) != span:
             raise _damaged(self.where, "the file ends before the tensor does")
@@ -283,7 +284,7 @@ class TorchFile:
 
     def check_crc(self) -> Iterator[CrcResult]:
         """Reads every record and compares its CRC-32; at most 1 MiB in memory."""
-        with open(self.path, "rb") as file:
+        with opened(self.path) as file:
             for name, record in self.records.items():
                 file.seek(record.data_offset)
                 left, found = record.size, 0
@@ -313,7 +314,7 @@ def open_torch_file(path: str | os.PathLike[str], offset: int = 0, length: int |
     """
     name = os.fspath(path)
     where = where or name
-    with open(name, "rb") as file:
+    with opened(name) as file:
         size = os.fstat(file.fileno()).st_size
         window = _Window(file.fileno(), offset, size - offset if length is None else length, where, 0)
         records = _records(window)

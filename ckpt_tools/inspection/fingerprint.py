@@ -15,6 +15,7 @@ from math import prod
 
 from ..dtypes import dtype
 from ..errors import CkptError
+from ..source_files import open_source
 from ..statistics import adding_up
 from ..tensors import Shape, TensorMetadata, contiguous_strides
 from .overview import Opened
@@ -123,7 +124,7 @@ def _in_one_piece(tensor: TensorMetadata) -> tuple[str, int, int] | None:
 
 def _file_bytes(path: str, offset: int, length: int) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(length, BLOCK_BYTES)))
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_source(path)
     try:
         while length:
             count = os.preadv(fd, [buffer[: min(length, len(buffer))]], offset)

@@ -16,7 +16,7 @@ from builders import CONFIG, dense_shapes, write_hf
 from ckpt_tools.conversion import plan
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execution import execute
-from ckpt_tools.open_files import SPARE
+from ckpt_tools.source_files import SPARE
 
 ROOT = Path(__file__).parents[2]
 

@@ -39,3 +39,9 @@ def test_the_readme_names_every_command():
 
     text = (ROOT / "README.md").read_text()
     assert [e.name for e in available() if f"ckpt {e.name}" not in text] == []
+
+
+def test_the_command_line_reference_is_that_of_the_program():
+    from cli_reference import PAGE, reference
+
+    assert PAGE.read_text() == reference(), "python tests/cli_reference.py rewrites it"

@@ -369,6 +369,30 @@ calls nothing. This pickle needs something else to be understood. If you trust i
         """\
 Its sizes, as stated inside, go beyond what any checkpoint needs. It is damaged, or made to exhaust the reader's memory.""",
     ),
+    # ---- validate and diff
+    "E570": Explanation(
+        "this is not a tolerance",
+        """\
+--tol takes a number for the difference itself (1e-6), a share of the larger value (1e-3rel, 0.1%), or representable values apart
+(2ulp). Without it values must be equal bit for bit.""",
+    ),
+    "E571": Explanation(
+        "there is no optimizer state to compare",
+        """\
+--optimizer compares the state of two Megatron checkpoints, and one of the sides holds none: it is an HF folder, a release, or was
+saved with --no-save-optim. Leave out --optimizer to compare the weights.""",
+    ),
+    "E572": Explanation(
+        "no tensor has such a name",
+        """\
+--tensors takes a glob over the names under which the sides are compared: Hugging Face's when one side is an HF folder, otherwise
+Megatron's, with one name per layer and expert. `ckpt inspect --layers` lists them.""",
+    ),
+    "E573": Explanation(
+        "a report could not be written",
+        """\
+The file exists already, its folder does not, or may not be written to. Nothing is overwritten: give another name.""",
+    ),
     # ---- environment
     "E901": Explanation(
         "the environment does not allow it",

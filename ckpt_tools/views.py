@@ -100,7 +100,7 @@ def as_hf(checkpoint: Checkpoint, *, family: str | None = None, hf_config: Mappi
     tensors: dict[str, TensorMetadata] = {}
     for binding in bound.bindings:
         _check_shapes(binding, dims, "mcore", model.tensors, where)
-        tensors.update(_hf_tensors(binding, dims, model.tensors[binding.mcore]))
+        tensors.update(hf_tensors(binding, dims, model.tensors[binding.mcore]))
     ordered = {n: tensors[n] for n in hf_order(n for b in bound.bindings for n in b.hf)}
     return View(checkpoint, "hf", model.family, model.args, dims, model.config, ordered, _kept(bound, "hf"), model.notes)
 
@@ -273,7 +273,8 @@ def _mcore_tensor(binding: Binding, dims: Dimensions, tensors: Mapping[str, Tens
     return TensorMetadata(binding.mcore, dtypes.pop(), shape, tuple(chunks))
 
 
-def _hf_tensors(binding: Binding, dims: Dimensions, tensor: TensorMetadata) -> dict[str, TensorMetadata]:
+def hf_tensors(binding: Binding, dims: Dimensions, tensor: TensorMetadata) -> dict[str, TensorMetadata]:
+    """The HF tensors that are boxes of one Megatron tensor, which must have the shape that the binding gives it."""
     parts: dict[int, list[Chunk]] = {i: [] for i in range(len(binding.hf))}
     for piece in binding.mapping.pieces(dims):
         axes = piece.axes or tuple(range(len(piece.shape)))

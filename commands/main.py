@@ -25,6 +25,7 @@ class Entry(NamedTuple):
 
 COMMANDS = (
     Entry("inspect", "Look", "Say what a checkpoint is: format, iteration, tensors, layout, model arguments"),
+    Entry("diff", "Look", "Whether two checkpoints hold the same model, across formats and layouts; what differs and why"),
     Entry("convert", "Change", "Convert between Hugging Face safetensors and Megatron-Core"),
     Entry("reshard", "Change", "Move a Megatron checkpoint to another parallel layout, optimizer included"),
     Entry("explain", "Help", "Tell more about an error code, such as E104"),

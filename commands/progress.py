@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -25,7 +26,8 @@ def progress(total_bytes: int, label: str, enabled: bool) -> Iterator[Callable[[
     if not enabled:
         yield lambda _: None
         return
-    show = _Live(total_bytes, label) if sys.stderr.isatty() else _Lines(total_bytes, label)
+    redrawn = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"  # a dumb terminal cannot take a line back
+    show = _Live(total_bytes, label) if redrawn else _Lines(total_bytes, label)
     meter = _Meter(show)
     try:
         yield meter.advance

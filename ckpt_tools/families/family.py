@@ -154,7 +154,7 @@ def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, 
     for name in present:
         if name in claimed:
             continue
-        reason = _reason(family, dims, name, side)
+        reason = reason_to_leave_out(family, dims, name, side)
         if reason:
             left_out.append((name, reason))
         else:
@@ -180,7 +180,8 @@ def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, 
     return Bound(tuple(bindings), tuple(sorted(left_out)))
 
 
-def _reason(family: Family, dims: Dimensions, name: str, side: str) -> str | None:
+def reason_to_leave_out(family: Family, dims: Dimensions, name: str, side: str) -> str | None:
+    """Why a tensor of this name carries no weight of its own (side: "hf" or "mcore"); None when it does or is unknown."""
     if side == "hf":
         for pattern, reason in family.ignored:
             if re.fullmatch(pattern, name):

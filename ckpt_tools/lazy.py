@@ -127,7 +127,7 @@ def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
 
                 block = cast(block, kind, part.decode.value)[0]
             if part.local_shape == shape:  # the box is one stored piece: nothing to put together
-                return np.ascontiguousarray(block)
+                return block if block.flags.c_contiguous else block.copy()
             if result is None:
                 result = np.zeros(shape, kind)
             at = tuple(slice(a - b, a - b + n) for a, b, n in zip(part.global_offset, offset, part.local_shape, strict=True))

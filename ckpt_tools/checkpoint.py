@@ -130,11 +130,6 @@ def open_location(location: Location) -> Checkpoint:
     raise CkptError("E221", f"ckpt cannot read the format {location.format!r} yet", where=location.directory, expected="hf, torch_dist")
 
 
-def parameter_count(tensors: Mapping[str, TensorMetadata]) -> int:
-    """Number of elements in all tensors."""
-    return sum(t.numel for t in tensors.values())
-
-
 def byte_count(tensors: Mapping[str, TensorMetadata]) -> int:
     """Bytes of all tensors in their stored dtypes."""
     return sum(t.numel * dtype(t.dtype).bits // 8 for t in tensors.values())

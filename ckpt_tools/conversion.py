@@ -234,7 +234,8 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     """Compare the source with `written` through the inverse mapping; returns the bytes compared. Errors as verify.compare."""
     from .verify import compare
 
-    checkpoint, _ = choose_weights(checkpoint, options)
+    chosen = replace(options, weights_from="megatron") if options.weights_from == "auto" else options  # planning has compared the copies
+    checkpoint, _ = choose_weights(checkpoint, chosen)
     result = open_checkpoint(written)
     if checkpoint.format == "hf":
         if result.format == "hf":

@@ -144,10 +144,6 @@ class ParallelLayout:
             )
         return [per_stage[i % self.pp] // self.vpp for i in range(parts)]
 
-    def stage(self, layer: int, layers: int) -> int:
-        """Pipeline stage that holds a decoder layer. E402 when the layers cannot be split."""
-        return next(pp for (pp, _), held in self.stages(layers).items() if layer in held)
-
 
 def expand_pipeline(text: str) -> list[str]:
     """A pipeline layout string as one string of E, t, m, L per stage: "Et*2|(t|)*2L" -> ["Ett", "t", "t", "L"]. E402 for other letters.

@@ -8,7 +8,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, is_optimizer
 from .errors import CkptError
-from .families.megatron_args import DTYPE_ATTRIBUTES, checkpoint_args
+from .families.megatron_args import DTYPE_ATTRIBUTES, checkpoint_args, flags_not_restored
 from .formats.hf_writer import TargetLayout
 from .formats.pickles import DTypeRef, Namespace
 from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
@@ -65,14 +65,14 @@ def lay_out(
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     template = find_template(checkpoint, options)
     made, copies, carried = carried_files(template, folder)
-    notes = [*template.notes, *carried, *pad_notes(view), *dropped]
+    notes = [*template.notes, *carried, *pad_notes(view), *dropped, *_flags(checkpoint, args)]
     details: dict[str, Any] = {"format": options.to, "iteration": "release" if iteration is None else iteration}
     gated, layers = bool(args.get("swiglu", True)), view.dims.layers
     if legacy:
         random, told = rank_random_states(checkpoint, layout)
         notes += [*told, *_lost_optimizer(checkpoint, optimizer)]
         laid = layout_legacy(
-            {n: t for n, t in {n: t for n, t in view.tensors.items() if not is_optimizer(n)}.items() if not is_optimizer(n)},
+            {n: t for n, t in view.tensors.items() if not is_optimizer(n)},
             dtypes,
             common=common,
             iteration=iteration,
@@ -216,3 +216,9 @@ def _lost_optimizer(checkpoint: Checkpoint, optimizer: OptimizerEntries | None) 
     if optimizer is not None or not has_optimizer(checkpoint):
         return []
     return [Note("dropped", "optimizer", "the optimizer state was left out, as asked")]
+
+
+def _flags(checkpoint: Checkpoint, args: Mapping[str, Any]) -> list[Note]:
+    flags = flags_not_restored(args) if checkpoint.format == "hf" else ()
+    said = "pass these to Megatron-LM beside --use-checkpoint-args, which does not set them"
+    return [Note("flags", ", ".join(flags), said)] if flags else []

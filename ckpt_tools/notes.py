@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """kind: "assumed", "dropped", "cast", "padded", "cut", "kept", "carried", "config", "warning"; subject: tensor or file names, or "";
+    """kind: "assumed", "dropped", "cast", "padded", "cut", "kept", "carried", "config", "flags", "warning"; subject: tensor or file names,
+    or "";
     text: one sentence."""
 
     kind: str

@@ -8,7 +8,7 @@ moved: nothing here ever copies a byte.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -200,13 +200,3 @@ def check_tiling(tensor: TensorMetadata, path: str) -> None:
             expected=f"pieces that cover {list(tensor.global_shape)} exactly once",
             hint="a rank's file is missing or .metadata was edited; take another iteration",
         )
-
-
-def relocate(tensor: TensorMetadata, locate: Callable[[Extent, Shape], Extent]) -> TensorMetadata:
-    """The tensor with every extent whose strides are unknown looked up through `locate(extent, local shape)`."""
-    if all(c.extent is None or c.extent.strides is not None for c in tensor.chunks):
-        return tensor
-    chunks = tuple(
-        c if c.extent is None or c.extent.strides is not None else replace(c, extent=locate(c.extent, c.local_shape)) for c in tensor.chunks
-    )
-    return replace(tensor, chunks=chunks)

@@ -8,6 +8,26 @@ from typing import Annotated
 import typer
 
 from .layout_options import COUNT_EMBEDDING, COUNT_LOSS, DP, EP, ETP, EXPERTS, FIRST, LAST, PIPELINE, PP, SPEC, TP, VPP
+from .run_options import (
+    BUFFER,
+    CHECK_CRC,
+    DIVISIBLE_BY,
+    DRY_RUN,
+    FORMAT,
+    FSYNC,
+    ITERATION,
+    JSON,
+    OVERWRITE,
+    PADDED_VOCAB,
+    PROGRESS,
+    REPAIR,
+    REPLICAS,
+    RESUME,
+    SAVE_PLAN,
+    THREADS,
+    VERIFY,
+    VOCAB,
+)
 
 EPILOG = """Examples:
 
@@ -24,7 +44,7 @@ def convert(
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make; must not exist or be empty.", show_default=False)],
     to: Annotated[str, typer.Option("--to", help="Format to write: hf, torch_dist or torch (legacy).", show_default=False)],
-    iteration: Annotated[str, typer.Option(help="latest (what the tracker says), a number, or release.")] = "latest",
+    iteration: ITERATION = "latest",
     hf_config: Annotated[
         Path | None,
         typer.Option("--hf-config", help="HF folder whose config, tokenizer and shard layout to follow.", show_default=False),
@@ -51,20 +71,11 @@ def convert(
     dp: DP = None,
     spec: SPEC = None,
     experts: EXPERTS = None,
-    replicas: Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")] = "refuse",
+    replicas: REPLICAS = "refuse",
     optimizer: Annotated[str, typer.Option("--optimizer", help="keep, or none to leave optimizer state behind.")] = "keep",
-    divisible_by: Annotated[
-        int | None,
-        typer.Option(
-            "--make-vocab-size-divisible-by", help="Pad the vocabulary to a multiple of this times TP; default 128.", show_default=False
-        ),
-    ] = None,
-    padded_vocab: Annotated[
-        int | None, typer.Option("--padded-vocab-size", help="Rows of the padded vocabulary.", show_default=False)
-    ] = None,
-    vocab: Annotated[
-        int | None, typer.Option("--vocab-size", help="True vocabulary, when the checkpoint does not tell.", show_default=False)
-    ] = None,
+    divisible_by: DIVISIBLE_BY = None,
+    padded_vocab: PADDED_VOCAB = None,
+    vocab: VOCAB = None,
     weights_from: Annotated[
         str, typer.Option("--weights-from", help="Which copy counts when weights are stored twice: auto, safetensors, megatron.")
     ] = "auto",
@@ -72,24 +83,19 @@ def convert(
     force: Annotated[
         bool, typer.Option("--allow-unrepresentable", help="Convert weights although Megatron cannot hold part of the config.")
     ] = False,
-    check_crc: Annotated[bool, typer.Option("--check-crc", help="First check the checksums stored in the source.")] = False,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Put optimizer state right that megatron-core 0.15 to 0.19 saved shifted.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
-    save_plan: Annotated[Path | None, typer.Option("--save-plan", help="Write the plan as JSON to this file.", show_default=False)] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST, which stays as it is until the new one is complete.")
-    ] = False,
-    threads: Annotated[int, typer.Option(help="Worker threads.")] = 2,
-    buffer: Annotated[str, typer.Option(help="Buffer per thread.")] = "256KiB",
-    fsync: Annotated[bool, typer.Option("--fsync/--no-fsync", help="Flush to disk before the result appears.")] = True,
-    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress on a terminal.")] = True,
-    format: Annotated[str, typer.Option("--format", help="auto, table, tsv, json or md.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
+    check_crc: CHECK_CRC = False,
+    repair: REPAIR = False,
+    verify: VERIFY = False,
+    dry_run: DRY_RUN = False,
+    save_plan: SAVE_PLAN = None,
+    overwrite: OVERWRITE = False,
+    resume: RESUME = False,
+    threads: THREADS = 2,
+    buffer: BUFFER = "256KiB",
+    fsync: FSYNC = True,
+    progress: PROGRESS = True,
+    format: FORMAT = "auto",
+    json: JSON = False,
 ) -> None:
     """Convert a checkpoint between Hugging Face and Megatron-Core, without loading the model.
 
@@ -97,13 +103,11 @@ def convert(
     DST appears only when it is complete. Every cast, padding, cut and dropped tensor is listed.
     """
     from ..checkpoint import open_checkpoint
-    from ..conversion import plan_conversion, run_conversion
+    from ..conversion import plan_conversion
     from ..options import ConvertOptions
-    from ..planning import to_json
-    from .convert_report import report_plan, report_result
     from .layout_options import target_layout
     from .output import Output, parse_size
-    from .progress import progress as show_progress
+    from .run_options import Running, carry_out
 
     output = Output("json" if json else format)
     checkpoint = open_checkpoint(source, iteration)
@@ -144,13 +148,5 @@ def convert(
         buffer=parse_size(buffer),
     )
     plan = plan_conversion(checkpoint, options)
-    if save_plan:
-        save_plan.write_text(to_json(plan))
-    if dry_run:
-        report_plan(output, plan, target)
-        return
-    with show_progress(plan.moved_bytes, "converting", progress) as on_progress:
-        result = run_conversion(
-            plan, checkpoint, target, options, threads=threads, fsync=fsync, overwrite=overwrite, verify=verify, on_progress=on_progress
-        )
-    report_result(output, plan, result)
+    running = Running(verify, dry_run, save_plan, overwrite, resume, threads, fsync, progress)
+    carry_out(output, plan, checkpoint, target, options, running, "convert")

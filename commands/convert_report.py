@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 SHOWN = 3  # notes with more names than this list the first ones and the count
 
 
-def report_plan(output: Output, plan: Plan, target: str, command: str = "convert") -> None:
+def report_plan(output: Output, plan: Plan, target: str, command: str, *, threads: int) -> None:
     """The plan on stdout: what is read and made, files, every cast, padding, cut and dropped thing."""
     output.document(command, {**_document(plan, target), "dry_run": True})
-    output.summary([*_pairs(plan, target), ("peak memory", Bytes(peak_memory(plan)))])
+    output.summary([*_pairs(plan, target), ("peak memory", Bytes(peak_memory(plan, threads)))])
     output.table(
         ["file", "bytes"], [(t.path, Bytes(t.size)) for t in plan.targets] + [(c.target, Bytes(c.size)) for c in plan.copies], title="files"
     )
@@ -27,20 +27,28 @@ def report_plan(output: Output, plan: Plan, target: str, command: str = "convert
         output.summary([(n.kind, _sentence(n)) for n in plan.notes], title="notes")
 
 
-def report_result(output: Output, plan: Plan, result: Result, command: str = "convert") -> None:
+def report_result(output: Output, plan: Plan, result: Result, command: str) -> None:
     """The result on stdout, the notes on stderr."""
     for entry in plan.notes:
         _say(entry)
     if result.overflow:
         warn(f"{result.overflow} finite values became infinite in the cast")
-    done = {"seconds": round(result.seconds, 3), "overflow": result.overflow, "verified_bytes": result.verified}
+    done = {
+        "seconds": round(result.seconds, 3),
+        "overflow": result.overflow,
+        "verified_bytes": result.verified,
+        "resumed_bytes": result.resumed,
+    }
     output.document(command, {**_document(plan, result.path), **done})
     speed = f"{result.nbytes / result.seconds / 1e9:.2f} GB/s" if result.seconds > 0 else None
     verified = None if result.verified is None else f"{result.verified} bytes read back and equal"
-    output.summary([*_pairs(plan, result.path), ("time", f"{result.seconds:.2f} s, {speed}"), ("verified", verified)])
+    resumed = Bytes(result.resumed) if result.resumed else None
+    output.summary(
+        [*_pairs(plan, result.path), ("already written", resumed), ("time", f"{result.seconds:.2f} s, {speed}"), ("verified", verified)]
+    )
 
 
-def peak_memory(plan: Plan, threads: int = 2) -> int:
+def peak_memory(plan: Plan, threads: int) -> int:
     """Bytes of memory the run is expected to need at most: interpreter, buffers, plan."""
     return 48 * 2**20 + threads * 2 * plan.buffer + 1024 * len(plan.moves)
 

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .layout_options import COUNT_EMBEDDING, COUNT_LOSS, DP, EP, ETP, EXPERTS, FIRST, LAST, PIPELINE, PP, SPEC, TP, VPP
+from .run_options import (
+    BUFFER,
+    CHECK_CRC,
+    DIVISIBLE_BY,
+    DRY_RUN,
+    FORMAT,
+    FSYNC,
+    ITERATION,
+    JSON,
+    OVERWRITE,
+    PADDED_VOCAB,
+    PROGRESS,
+    REPAIR,
+    REPLICAS,
+    RESUME,
+    SAVE_PLAN,
+    THREADS,
+    VERIFY,
+    VOCAB,
+)
 
 EPILOG = """Examples:
 
@@ -34,43 +53,27 @@ def reshard(
     dp: DP = None,
     spec: SPEC = None,
     experts: EXPERTS = None,
-    iteration: Annotated[str, typer.Option(help="latest (what the tracker says), a number, or release.")] = "latest",
+    iteration: ITERATION = "latest",
     optimizer: Annotated[
         str, typer.Option("--optimizer", "--optim-format", help="keep, fully_reshardable, non_distributed, or none.")
     ] = "keep",
-    divisible_by: Annotated[
-        int | None,
-        typer.Option(
-            "--make-vocab-size-divisible-by",
-            help="Pad the vocabulary to a multiple of this times TP; default: as the source.",
-            show_default=False,
-        ),
-    ] = None,
-    padded_vocab: Annotated[
-        int | None, typer.Option("--padded-vocab-size", help="Rows of the padded vocabulary.", show_default=False)
-    ] = None,
-    vocab: Annotated[
-        int | None, typer.Option("--vocab-size", help="True vocabulary, when the checkpoint does not tell.", show_default=False)
-    ] = None,
-    replicas: Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")] = "refuse",
-    check_crc: Annotated[bool, typer.Option("--check-crc", help="First check the checksums stored in the source.")] = False,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Put optimizer state right that megatron-core 0.15 to 0.19 saved shifted.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read everything back and compare it exactly before the result appears.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
-    save_plan: Annotated[Path | None, typer.Option("--save-plan", help="Write the plan as JSON to this file.", show_default=False)] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST, which stays as it is until the new one is complete.")
-    ] = False,
-    threads: Annotated[int, typer.Option(help="Worker threads.")] = 2,
-    buffer: Annotated[str, typer.Option(help="Buffer per thread.")] = "256KiB",
-    fsync: Annotated[bool, typer.Option("--fsync/--no-fsync", help="Flush to disk before the result appears.")] = True,
-    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress on a terminal.")] = True,
-    format: Annotated[str, typer.Option("--format", help="auto, table, tsv, json or md.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
+    divisible_by: DIVISIBLE_BY = None,
+    padded_vocab: PADDED_VOCAB = None,
+    vocab: VOCAB = None,
+    replicas: REPLICAS = "refuse",
+    check_crc: CHECK_CRC = False,
+    repair: REPAIR = False,
+    verify: VERIFY = False,
+    dry_run: DRY_RUN = False,
+    save_plan: SAVE_PLAN = None,
+    overwrite: OVERWRITE = False,
+    resume: RESUME = False,
+    threads: THREADS = 2,
+    buffer: BUFFER = "256KiB",
+    fsync: FSYNC = True,
+    progress: PROGRESS = True,
+    format: FORMAT = "auto",
+    json: JSON = False,
 ) -> None:
     """Move a Megatron checkpoint to another parallel layout, optimizer state included, in the format it has.
 
@@ -78,14 +81,11 @@ def reshard(
     TP and PP: any layout could have loaded it already; its pieces are cut anew so that each rank reads its own.
     """
     from ..checkpoint import open_checkpoint
-    from ..conversion import run_conversion
     from ..options import ConvertOptions
-    from ..planning import to_json
     from ..reshard import plan_reshard
-    from .convert_report import report_plan, report_result
     from .layout_options import target_layout
     from .output import Output, parse_size
-    from .progress import progress as show_progress
+    from .run_options import Running, carry_out
 
     output = Output("json" if json else format)
     checkpoint = open_checkpoint(source, iteration)
@@ -117,13 +117,5 @@ def reshard(
         buffer=parse_size(buffer),
     )
     plan = plan_reshard(checkpoint, options)
-    if save_plan:
-        save_plan.write_text(to_json(plan))
-    if dry_run:
-        report_plan(output, plan, target, "reshard")
-        return
-    with show_progress(plan.moved_bytes, "resharding", progress) as on_progress:
-        result = run_conversion(
-            plan, checkpoint, target, options, threads=threads, fsync=fsync, overwrite=overwrite, verify=verify, on_progress=on_progress
-        )
-    report_result(output, plan, result, "reshard")
+    running = Running(verify, dry_run, save_plan, overwrite, resume, threads, fsync, progress)
+    carry_out(output, plan, checkpoint, target, options, running, "reshard")

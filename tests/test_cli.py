@@ -115,3 +115,12 @@ def test_a_wheel_in_an_empty_environment_gives_a_working_ckpt(tmp_path, fixtures
         ).stdout.strip()
         == "[]"
     )
+
+
+def test_the_memory_that_a_dry_run_announces_grows_with_threads_and_buffer(run_ckpt, fixtures, tmp_path):
+    def announced(*options):
+        done = run_ckpt("convert", fixtures / "tiny-llama", tmp_path / "out", "--to", "torch_dist", "--dry-run", "--format", "tsv", *options)
+        assert done.rc == 0, done.err
+        return int(next(line.split("\t")[1] for line in done.out.splitlines() if line.startswith("peak memory")))
+
+    assert announced("--threads", "8", "--buffer", "4MiB") - announced("--threads", "2", "--buffer", "4MiB") == 6 * 2 * 4 * 2**20

@@ -71,6 +71,7 @@ def layout_torch_dist(
     shapes: dict[str, tuple[str, Shape]] = {}
     placements: list[Placement] = []
     experts = 1 + max((e for e in map(expert_of, tensors) if e is not None), default=-1)
+    stage_of = {layer: stage for (stage, _), held in layout.stages(layers).items() for layer in held}
     for name, tensor in tensors.items():
         key, index = stored_key(name, stacked)
         if local_norms:
@@ -89,7 +90,7 @@ def layout_torch_dist(
         for rank, offset, shape in rank_boxes(name, tensor.global_shape, layout.expert_tp if is_expert(name) else layout.tp, gated):
             full_offset, full_shape = (*index, *offset), (*(1 for _ in index), *shape)
             blob = torch_zip_writer.tensor_blob(dtypes[name], full_shape)
-            file = writers.of(_rank(name, rank, layers, experts, layout), blob.size)
+            file = writers.of(_rank(name, rank, stage_of, experts, layout), blob.size)
             at = file.put(blob.head)
             file.literals.append((at + blob.data_offset + blob.nbytes, blob.tail))
             file.position = at + blob.size
@@ -189,12 +190,12 @@ def _lead(key: str, index: Shape, layers: int, experts: int) -> Shape:
     return (experts,) if ".mlp.experts.experts." in key else (layers,)
 
 
-def _rank(name: str, tp_rank: int, layers: int, experts: int, layout: ParallelLayout) -> int:
+def _rank(name: str, tp_rank: int, stage_of: Mapping[int, int], experts: int, layout: ParallelLayout) -> int:
     layer = layer_of(name)
     if layer is None:
         stage = layout.pp - 1 if name.startswith(("output_layer", "decoder.final_layernorm", "mtp.")) else 0
     else:
-        stage = layout.stage(layer, layers)
+        stage = stage_of[layer]
     if is_expert(name):
         owner = (expert_of(name) or 0) * layout.ep // max(experts, 1)
         return stage * layout.tp * layout.dp + owner * layout.expert_tp + tp_rank

@@ -29,11 +29,6 @@ _SKIPPED = ("step", "padding")
 Owner = tuple[int, int]  # (number of the optimizer in the chain, number of the model-parallel group)
 
 
-def has_buckets(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint holds flat buffers as tensors (dp_reshardable, fully_sharded_bucket_space)."""
-    return any(_BUCKET.match(n) for n in checkpoint.tensors)
-
-
 def owned_objects(checkpoint: Checkpoint, what: str) -> dict[Owner, StoredObject]:
     """The objects `...dp_group_idx_G.<what>` by owner."""
     found = {}

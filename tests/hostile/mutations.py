@@ -125,7 +125,9 @@ def damage_index(path: Path, random: Random) -> None:
     numbers = (0, -1, 1, 2**40, 2**63, "3", None, 1.5)
     kind = random.randrange(10)
     if kind == 0:
-        object.__setattr__(info, "relative_path", random.choice(("../x", "/etc/passwd", "", "\x00", "__0_0.distcp/..", 3, None, "no-such-file")))
+        object.__setattr__(
+            info, "relative_path", random.choice(("../x", "/etc/passwd", "", "\x00", "__0_0.distcp/..", 3, None, "no-such-file"))
+        )
     elif kind == 1:
         object.__setattr__(info, "offset", random.choice(numbers))
     elif kind == 2:
@@ -143,7 +145,9 @@ def damage_index(path: Path, random: Random) -> None:
     elif kind == 7:
         entry.chunks.append(entry.chunks[0])
     elif kind == 8:
-        entry.chunks[0] = random.choice((ChunkStorageMetadata(offsets=(0,), sizes=(2**50,)), ChunkStorageMetadata(offsets=(-5, 0), sizes=(3, 3)), None))
+        entry.chunks[0] = random.choice(
+            (ChunkStorageMetadata(offsets=(0,), sizes=(2**50,)), ChunkStorageMetadata(offsets=(-5, 0), sizes=(3, 3)), None)
+        )
     else:
         entry.properties.dtype = random.choice((None, "float32", 7))
     with path.open("wb") as file:

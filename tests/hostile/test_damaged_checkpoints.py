@@ -45,7 +45,15 @@ def watch(event: str, arguments: tuple[object, ...]) -> None:
     """Audit hook: what a damaged file must never bring about."""
     if watched is None:
         return
-    if event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "pickle.find_class", "marshal.loads.unused"):
+    if event in (
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "subprocess.Popen",
+        "socket.connect",
+        "pickle.find_class",
+        "marshal.loads.unused",
+    ):
         watched.append(f"{event} {arguments!r}"[:200])
     elif event == "open" and isinstance(arguments[0], (str, bytes)):
         path = os.path.realpath(os.fsdecode(arguments[0]))
@@ -88,7 +96,9 @@ def hang(*_: object) -> None:
     raise TimeoutError(f"no end after {SECONDS} s")
 
 
-@pytest.mark.parametrize(("kind", "to"), [("hf", "torch_dist"), ("torch_dist", "hf"), ("torch", "hf"), ("torch_dist", "torch"), ("torch", "torch_dist")])
+@pytest.mark.parametrize(
+    ("kind", "to"), [("hf", "torch_dist"), ("torch_dist", "hf"), ("torch", "hf"), ("torch_dist", "torch"), ("torch", "torch_dist")]
+)
 def test_damage_is_refused_or_harmless(originals, kind, to, capsys):
     global allowed_here
     counts: Counter[str] = Counter()

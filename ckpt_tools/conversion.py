@@ -20,7 +20,7 @@ from .megatron_target import has_optimizer, lay_out, prepared
 from .notes import Note
 from .options import ConvertOptions
 from .planning import Plan, build_moves, cast_notes
-from .replicas import check_replicas
+from .replicas import check_copies, check_replicas
 from .views import View, as_hf, as_mcore
 from .vocabulary import cut_notes, repad
 
@@ -111,7 +111,9 @@ def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     if checkpoint.format == "hf":
         view = as_hf(checkpoint, family=options.family)
     else:
-        view = as_hf(_with_vocab(checkpoint, options), family=options.family, hf_config=template.config)
+        view = as_hf(
+            _with_vocab(checkpoint, options), family=options.family, hf_config=template.config, repeated=template.weight_map
+        )
     dtypes = _target_dtypes(view, options.dtype)
     config, notes = final_config(view, template, dtypes, options)
     layout = layout_hf(
@@ -129,6 +131,8 @@ def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
 
 def _plan_megatron(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     view = as_mcore(_with_vocab(checkpoint, options), family=options.family, allow_unrepresentable=options.allow_unrepresentable)
+    if checkpoint.format == "hf" and view.family:
+        check_copies(checkpoint, view, buffer=options.buffer)
     ready = prepared(checkpoint, view, options)
     dtypes = _target_dtypes(ready.view, options.dtype)
     laid, notes, details = lay_out(checkpoint, ready, dtypes, options)

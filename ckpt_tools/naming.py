@@ -135,7 +135,14 @@ _NORM = re.compile(
 )
 
 
+# Latent attention: Transformer Engine fuses the norm of a latent into the projection that follows it (not with GQA's q_layernorm).
+_LATENT_NORM = re.compile(r"^(?P<attention>.*self_attention\.)(?P<what>q|kv)_layernorm\.weight$")
+
+
 def norm_name(name: str, tensors: Mapping[str, TensorMetadata]) -> str:
+    latent = _LATENT_NORM.match(name)
+    if latent and f"{latent['attention']}linear_{latent['what']}_up_proj.weight" in tensors:
+        return f"{latent['attention']}linear_{latent['what']}_up_proj.layer_norm_weight"
     match = _NORM.match(name)
     if match is None:
         return name
@@ -166,6 +173,19 @@ def stored_key(name: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
     if expert:
         key, index = f"{expert['head']}experts.{expert['tail']}", (*index, int(expert["expert"]))
     return prefix + key, index
+
+
+def local_spec_key(key: str, *, latent: bool) -> str:
+    """A torch_dist key as models of the local spec say it. Norms before the MLP are called linear_fc1.layer_norm even before experts;
+    with latent attention they keep their own names, and so do the norms of the latents.
+
+    Source: gpt_layer_specs.py of megatron-core 0.16.1 and 0.19.2 (sharded_state_dict_keys_map, get_gpt_layer_local_spec).
+    """
+    if not latent:
+        return key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+    for what in ("q", "kv"):
+        key = key.replace(f".linear_{what}_up_proj.layer_norm_weight", f".{what}_layernorm.weight")
+    return key.replace(".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
 
 
 def homogeneous(names: Iterable[str]) -> bool:

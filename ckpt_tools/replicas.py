@@ -1,15 +1,20 @@
-"""Copies of a tensor that several ranks of a legacy checkpoint hold must be equal: compared byte for byte, never averaged or chosen."""
+"""Copies of a tensor must be equal, those that ranks of a legacy checkpoint hold and those that an HF file repeats under another name:
+compared byte for byte, never averaged or chosen."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from .errors import CkptError
+from .families.family import copies
 from .verify import compare
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
     from .formats.torch_legacy import Legacy, Replica
+    from .views import View
 
 BLOCK = 4 << 20  # bytes that are looked at together when differences are counted
 
@@ -41,6 +46,33 @@ def check_replicas(legacy: Legacy, *, buffer: int = 256 * 1024, threads: int = 2
         found=f"{count} of {first.used.numel} elements differ, by at most {largest:g}{more}",
         hint="the ranks drifted apart in training; --replicas first takes the first rank's copy",
     )
+
+
+def check_copies(checkpoint: Checkpoint, view: View, *, buffer: int = 256 * 1024, threads: int = 2) -> int:
+    """Compare every tensor that an HF checkpoint repeats under another name (embedding and head of prediction layers) with its original;
+    returns the bytes compared. CkptError E225 naming both."""
+    if view.family is None:
+        return 0
+    pairs = [(c, o) for c, o in copies(view.family, view.dims) if c in checkpoint.tensors and o in checkpoint.tensors]
+    compared = 0
+    for copy, original in pairs:
+        expected, found = checkpoint.tensors[original], checkpoint.tensors[copy]
+        try:
+            if found.dtype != expected.dtype:
+                raise CkptError("E412", "", expected=expected.dtype, found=found.dtype)
+            compared += compare({original: expected}, {original: replace(found, fqn=original)}, buffer=buffer, threads=threads)
+        except CkptError as error:
+            if error.code not in ("E411", "E412"):
+                raise
+            raise CkptError(
+                "E225",
+                f"{copy} should be a copy of {original}, and is not",
+                where=f"{checkpoint.location.directory}: {copy}",
+                expected=error.expected,
+                found=error.found,
+                hint="Megatron-Core has one tensor for both: the model cannot be held as it is",
+            ) from None
+    return compared
 
 
 def difference(replica: Replica) -> tuple[int, float]:

@@ -6,8 +6,8 @@ inference engine is reading one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint
@@ -15,7 +15,7 @@ from .errors import CkptError
 from .families import family_named, family_of_config
 from .families.config import args_from_config, config_from_args, infer_family
 from .families.dimensions import Dimensions, dimensions
-from .families.family import Binding, Bound, Family, bind
+from .families.family import Binding, Bound, Family, bind, copies, expand
 from .hf_layouts import family_names
 from .naming import canonical_tensors
 from .notes import Note
@@ -85,9 +85,16 @@ def as_mcore(
     )
 
 
-def as_hf(checkpoint: Checkpoint, *, family: str | None = None, hf_config: Mapping[str, Any] | None = None) -> View:
+def as_hf(
+    checkpoint: Checkpoint,
+    *,
+    family: str | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+    repeated: Collection[str] | None = None,
+) -> View:
     """The checkpoint under Hugging Face names, vocabulary padding cut off.
 
+    repeated   which of the names under which the family's files repeat a tensor there shall be; default: all of them.
     hf_config  a config.json to follow; without it the checkpoint's own arguments decide, and `notes` say what was assumed.
     Errors: as as_mcore; E302 when config and checkpoint disagree about a size.
     """
@@ -101,7 +108,9 @@ def as_hf(checkpoint: Checkpoint, *, family: str | None = None, hf_config: Mappi
     for binding in bound.bindings:
         _check_shapes(binding, dims, "mcore", model.tensors, where)
         tensors.update(hf_tensors(binding, dims, model.tensors[binding.mcore]))
-    ordered = {n: tensors[n] for n in hf_order(n for b in bound.bindings for n in b.hf)}
+    again = [(copy, original) for copy, original in copies(model.family, dims) if repeated is None or copy in repeated]
+    tensors.update((copy, replace(tensors[original], fqn=copy)) for copy, original in again)
+    ordered = {n: tensors[n] for n in hf_order([*(n for b in bound.bindings for n in b.hf), *(copy for copy, _ in again)])}
     return View(checkpoint, "hf", model.family, model.args, dims, model.config, ordered, _kept(bound, "hf"), model.notes)
 
 
@@ -149,6 +158,7 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
         fam = family_named(family) if family else family_of_config(hf_config, "--hf-config")
         from_config, _ = args_from_config(hf_config, fam.rules, allow_unrepresentable=True)
         args = {**(stored or {}), **from_config}
+        args["mtp_num_layers"] = from_config.get("mtp_num_layers") or (stored or {}).get("mtp_num_layers")
         args["padded_vocab_size"] = _rows(tensors, args)
     elif stored is not None:
         args = dict(stored)
@@ -167,7 +177,7 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
             where=where,
             hint="give the HF config with --hf-config DIR",
         )
-    dims = dimensions(args)
+    dims = _stored_dimensions(args, fam, tensors, "mcore", notes)
     bound = bind(fam, dims, tensors, "mcore", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
     config, told = config_from_args(
@@ -201,8 +211,8 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
     args, told = args_from_config(config, fam.rules, allow_unrepresentable=allow_unrepresentable)
     notes = [Note("config", "", text) for text in told]
     args["padded_vocab_size"] = padded_vocab or args.get("vocab_size")
-    dims = dimensions(args)
     stored = family_names(checkpoint.tensors, fam, where)
+    dims = _stored_dimensions(args, fam, stored, "hf", notes)
     bound = bind(fam, dims, stored, "hf", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
     tensors = {}
@@ -210,6 +220,18 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
         _check_shapes(binding, dims, "hf", stored, where)
         tensors[binding.mcore] = _mcore_tensor(binding, dims, stored)
     return View(checkpoint, "mcore", fam, args, dims, config, tensors, _kept(bound, "mcore"), tuple(notes))
+
+
+def _stored_dimensions(args: dict[str, Any], family: Family, present: Collection[str], side: str, notes: list[Note]) -> Dimensions:
+    """Dimensions of `args`, from which prediction layers are taken out when none of their tensors is there."""
+    dims = dimensions(args)
+    if dims.mtp and not any(
+        n in present for b in expand(family, dims) if b.mcore.startswith("mtp.") for n in (b.hf if side == "hf" else (b.mcore,))
+    ):
+        notes.append(Note("assumed", "", f"no prediction layer is stored, although the config counts {dims.mtp}: the model has none"))
+        args["mtp_num_layers"] = None
+        dims = dimensions(args)
+    return dims
 
 
 def _config_of(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CkptError, nearest
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import Family
+from .glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -14,7 +16,20 @@ from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .qwen_moe import QWEN2_MOE, QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE)}
+_ALL = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+)
+FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 
 
 def family_named(name: str) -> Family:

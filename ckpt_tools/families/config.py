@@ -156,7 +156,7 @@ def _forward_rule(rule: Rule, fields: Fields) -> dict[str, Any]:
             return {}
     if rule.absent is not MISSING and same(value, rule.absent):
         return {rule.arg: None}
-    out = {rule.arg: KINDS[rule.kind].forward(value, fields.number(rule.operand) if rule.operand else None)}
+    out = {rule.arg: KINDS[rule.kind].forward(value, fields.number(rule.operand[0]) if rule.operand else None)}
     if rule.type == "dtype":  # what Megatron computes in; weights of any other dtype are float32 parameters to it
         out |= {"bf16": value == "bfloat16", "fp16": value == "float16"}
     return out
@@ -223,7 +223,7 @@ def _backward_rule(rule: Rule, stored: Mapping[str, Any], args: Mapping[str, Any
     if value is None:
         return {path: None if rule.absent is MISSING else rule.absent}
     value = checked(
-        KINDS[rule.kind].backward(value, args.get(rule.operand) if rule.operand else None), rule.type, path, positive=rule.shape
+        KINDS[rule.kind].backward(value, args.get(rule.operand[1]) if rule.operand else None), rule.type, path, positive=rule.shape
     )
     if rule.sparse and isinstance(rule.default, Derived) and value == _derived_from_args(rule.default, args):
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CkptError
-from . import rope
+from . import mla, rope
 from .config_kinds import MISSING, REQUIRED, Fields, brief, checked
 
 Updates = tuple[dict[str, Any], list[str]]
@@ -149,12 +149,16 @@ def _first_dense(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
     layers, kinds = fields.number("num_hidden_layers"), fields.number("mlp_layer_types", None, "list")
     if kinds is not None and fields.get("first_k_dense_replace") is MISSING:
         return _freq([int(k == "sparse") for k in kinds])
-    dense = fields.number("first_k_dense_replace", REQUIRED)
+    usual = options[0] if options else REQUIRED
+    dense = fields.number("first_k_dense_replace", 1 if usual is None else usual)
     return _freq([int(i >= dense) for i in range(layers)])
 
 
 def _config_first_dense(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
     freq = args.get("moe_layer_freq", 1)
+    if options and options[0] is None:  # a family that lists its layers
+        pattern = [1] * args["num_layers"] if freq == 1 else freq
+        return {"mlp_layer_types": ["sparse" if moe else "dense" for moe in pattern]}, []
     dense = 0 if freq == 1 else next((i for i, moe in enumerate(freq) if moe), len(freq))
     if freq != 1 and not all(freq[dense:]):
         raise CkptError(
@@ -164,6 +168,40 @@ def _config_first_dense(args: Mapping[str, Any], options: tuple[Any, ...], spell
             found=brief(freq),
         )
     return {"first_k_dense_replace": dense}, []
+
+
+# Groups of experts of which a token may choose only some. Megatron scores a group by the sum of its best topk // group_topk experts (0.16.1
+# moe_utils.py group_limited_topk), transformers by the best two (deepseek_v3) or the best one (deepseek_v2): options = (default number of
+# groups, default number chosen, how many transformers adds up).
+
+
+def _expert_groups(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    none = {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    method = fields.number("topk_method", None, "str")
+    groups, chosen = fields.number("n_group", options[0]), fields.number("topk_group", options[1])
+    if method == "greedy" or not groups or groups == 1 or (method is None and options[0] is None):
+        return none
+    topk = fields.number("num_experts_per_tok")
+    if not chosen or topk // chosen != options[2]:
+        fields.refuse(
+            "Megatron-Core scores a group of experts by the sum of its best num_experts_per_tok // topk_group",
+            expected=f"num_experts_per_tok // topk_group = {options[2]}",
+            found=f"{topk} // {chosen}",
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
+def _stored_expert_groups(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    return {name: args.get(name) for name in ("moe_router_num_groups", "moe_router_group_topk")}
+
+
+def _config_expert_groups(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
+    if options[0] is None:  # deepseek_v2 names its method
+        return (
+            {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": chosen} if groups else {"topk_method": "greedy"}
+        ), []
+    return {"n_group": groups or 1, "topk_group": chosen or 1}, []
 
 
 def _freq(pattern: list[int]) -> dict[str, Any]:
@@ -180,6 +218,25 @@ def _stored_freq(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str,
     if len(pattern) != layers:
         raise CkptError("E301", "moe_layer_freq does not fit the number of layers", expected=f"{layers} entries", found=brief(freq))
     return _freq(pattern)
+
+
+# Multi-token prediction: a checkpoint whose config promises such layers need not hold them (transformers 5 drops them on saving).
+
+
+def _prediction(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    _, count = fields.first(("num_nextn_predict_layers", "num_mtp_layers"), "int")
+    return {"mtp_num_layers": None if count is MISSING else count or None}
+
+
+def _config_prediction(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    return {"num_nextn_predict_layers": args.get("mtp_num_layers") or 0}, []
+
+
+def _none_stored(args: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    count = config["mtp_num_layers"]
+    if args.get("mtp_num_layers") or not count:
+        return None
+    return f"config.json keeps its num_nextn_predict_layers {count}, although the checkpoint has no such layers"
 
 
 # Vocabulary: the true number of rows. A checkpoint's vocab_size may be the tokenizer's length, which HF's number may exceed.
@@ -213,9 +270,12 @@ def _same_table(args: Mapping[str, Any], config: Mapping[str, Any]) -> str | Non
 
 COMPUTED: dict[str, Transform] = {
     "rope": Transform(rope.forward, lambda a, o: rope.canonical(a), lambda a, o, s, t: rope.backward(a, s, t)),
+    "latent_rope": Transform(mla.forward, lambda a, o: mla.canonical(a), lambda a, o, s, t: mla.backward(a, s, t)),
     "biases": Transform(_biases, _stored_biases, _config_biases),
     "windows": Transform(_windows, _stored_windows, _config_windows),
     "sparse_step": Transform(_sparse_step, _stored_freq, _config_sparse_step),
     "first_dense": Transform(_first_dense, _stored_freq, _config_first_dense),
+    "expert_groups": Transform(_expert_groups, _stored_expert_groups, _config_expert_groups),
+    "mtp": Transform(_prediction, lambda a, o: {"mtp_num_layers": a.get("mtp_num_layers") or None}, _config_prediction, _none_stored),
     "vocab": Transform(_vocab, _stored_vocab, _config_vocab, _same_table),
 }

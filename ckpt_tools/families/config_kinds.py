@@ -40,7 +40,7 @@ class Rule:
 
     hf        accepted spellings, preferred first; a dot enters a nested object ("rope_parameters.rope_theta").
     arg       attribute of Megatron-LM's args; older: attributes that earlier releases used for the same thing.
-    kind      a name in KINDS. operand: second HF field of "times".
+    kind      a name in KINDS. operand: second factor of "times", as (HF field, Megatron argument).
     type      "int", "float", "bool", "str" or "dtype" of the HF value.
     default   value when HF does not say, a Derived, None for "then neither side says", or REQUIRED.
     shape     the shape of a tensor depends on it: a disagreement is an error, never a change.
@@ -58,7 +58,7 @@ class Rule:
     type: str = "int"
     default: Any = REQUIRED
     older: tuple[str, ...] = ()
-    operand: str | None = None
+    operand: tuple[str, str] | None = None
     shape: bool = False
     nullable: bool = False
     absent: Any = MISSING

@@ -50,15 +50,27 @@ class Dimensions:
             raise CkptError("E301", f"the model's arguments lack {name}", found=repr(value), hint="give the HF config with --hf-config DIR")
         return value
 
+    @property
+    def mtp(self) -> int:
+        """Number of multi-token-prediction layers after the decoder's."""
+        return int(self.args.get("mtp_num_layers") or 0)
+
     def holds(self, condition: str, layer: int | None) -> bool:
-        """Whether a mapping's `when` applies: "" always; "untied"; "dense" / "moe" = kind of the layer."""
-        if not condition:
-            return True
+        """Whether a mapping's `when` applies: "" always; "untied"; "mtp" there are prediction layers; "dense" / "moe" = kind of the
+        layer; the name of a Megatron argument, alone or after "no ": whether it is set. Several, separated by commas: all of them."""
+        return all(self._holds(part.strip(), layer) for part in condition.split(",")) if condition else True
+
+    def _holds(self, condition: str, layer: int | None) -> bool:
         if condition == "untied":
             return not self.tied
+        if condition == "mtp":
+            return self.mtp > 0
         if condition in ("moe", "dense") and layer is not None:
             return self.moe_layers[layer] == (condition == "moe")
-        raise CkptError("E390", f"a family uses the unknown condition {condition!r}")
+        wanted, name = (False, condition[3:]) if condition.startswith("no ") else (True, condition)
+        if name not in self.args:
+            raise CkptError("E390", f"a family uses the unknown condition {condition!r}")
+        return bool(self.args[name]) == wanted
 
 
 def dimensions(args: Mapping[str, Any]) -> Dimensions:

@@ -37,12 +37,13 @@ class Family:
     rules      relations between config.json fields and Megatron arguments (families.config).
     tensors    mappings in the order of the HF module tree (it decides how transformers cuts shards).
     fused      HF tensors that hold all experts of a layer, read as one tensor per expert.
+    copies     HF names that repeat another tensor and that Megatron does not store twice: (copy, original), `{n}` = a prediction layer.
     renamed    other spellings of HF names (pattern, replacement), read as the family's own.
     ignored    HF name pattern -> why such a tensor carries no weight of its own.
     verified   the most that the family contract of the tests proves: "logits" (megatron-core computes what transformers computes), "names"
                (megatron-core asks for exactly these names and shapes), "round trip" (transformers' names, every byte comes back).
     note       what could not be verified or held, and why.   sources  where names and arguments were read.
-    unbuildable  (megatron-core version and spec, e.g. "0.19.2 local") -> why that one cannot build the model.
+    unbuildable  (megatron-core version and spec, e.g. "0.19.2 local"; condition, as a mapping's `when`; why it cannot build the model).
     """
 
     name: str
@@ -51,6 +52,7 @@ class Family:
     rules: tuple[AnyRule, ...]
     tensors: tuple[Mapping, ...]
     fused: tuple[Fused, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[tuple[str, str], ...] = (
         (r".*\.rotary_emb\.inv_freq", "computed from the config"),
@@ -59,7 +61,7 @@ class Family:
     verified: str = "round trip"
     note: str = ""
     sources: tuple[str, ...] = ()
-    unbuildable: tuple[tuple[str, str], ...] = ()
+    unbuildable: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +84,58 @@ class Bound:
 def expand(family: Family, dims: Dimensions) -> Iterator[Binding]:
     """Every binding the model could have, in HF module order: consecutive layer mappings are repeated layer by layer."""
     block: list[Mapping] = []
+    kind = ""
     for mapping in family.tensors:
-        if "{l}" in mapping.mcore:
-            block.append(mapping)
-            continue
-        yield from _layers(block, dims)
-        block = []
-        if dims.holds(mapping.when, None):
-            yield Binding(mapping, mapping.hf, mapping.mcore)
-    yield from _layers(block, dims)
+        now = "{l}" if "{l}" in mapping.mcore else "{m}" if "{m}" in mapping.mcore else ""
+        if now != kind:
+            yield from _layers(block, dims, kind)
+            block, kind = [], now
+        block.append(mapping)
+    yield from _layers(block, dims, kind)
 
 
-def _layers(block: Sequence[Mapping], dims: Dimensions) -> Iterator[Binding]:
-    if not block:
+def _layers(block: Sequence[Mapping], dims: Dimensions, kind: str) -> Iterator[Binding]:
+    if not kind:
+        yield from (Binding(m, m.hf, m.mcore) for m in block if dims.holds(m.when, None))
         return
-    for layer in range(dims.layers):
+    for layer in range(dims.layers if kind == "{l}" else dims.mtp):
+        like = layer if kind == "{l}" else dims.layers - 1  # Megatron gives a prediction layer the last layer's specification
+        number = layer if kind == "{l}" else dims.layers + layer
         experts: list[Mapping] = []
         for mapping in block:
-            if not dims.holds(mapping.when, layer):
+            if not dims.holds(mapping.when, like):
                 continue
             if "{e}" in mapping.mcore:
                 experts.append(mapping)
                 continue
-            yield from _experts(experts, dims, layer)
+            yield from _experts(experts, dims, layer, number)
             experts = []
-            yield _bind(mapping, layer, None)
-        yield from _experts(experts, dims, layer)
+            yield _bind(mapping, layer, number, None)
+        yield from _experts(experts, dims, layer, number)
 
 
-def _experts(mappings: Sequence[Mapping], dims: Dimensions, layer: int) -> Iterator[Binding]:
+def _experts(mappings: Sequence[Mapping], dims: Dimensions, layer: int, number: int) -> Iterator[Binding]:
     if mappings:
         for expert in range(dims.size("E")):
             for mapping in mappings:
-                yield _bind(mapping, layer, expert)
+                yield _bind(mapping, layer, number, expert)
 
 
-def _bind(mapping: Mapping, layer: int, expert: int | None) -> Binding:
+def _bind(mapping: Mapping, layer: int, number: int, expert: int | None) -> Binding:
+    """`{l}` and `{m}` count within their stack, `{n}` counts prediction layers on from the decoder's."""
+
     def fill(text: str) -> str:
-        return text.replace("{l}", str(layer)).replace("{e}", str(expert))
+        return text.replace("{l}", str(layer)).replace("{m}", str(layer)).replace("{n}", str(number)).replace("{e}", str(expert))
 
     return Binding(mapping, tuple(fill(n) for n in mapping.hf), fill(mapping.mcore))
+
+
+def copies(family: Family, dims: Dimensions) -> Iterator[tuple[str, str]]:
+    """(HF copy, HF original) of every tensor that the family's HF files may repeat; the original of a tied head is the embedding."""
+    for copy, original in family.copies:
+        if dims.tied and any(original in m.hf for m in family.tensors if m.when == "untied"):
+            continue
+        yield from ((copy.replace("{n}", str(dims.layers + m)), original) for m in range(dims.mtp))
 
 
 def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, where: str) -> Bound:
@@ -183,6 +197,9 @@ def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, 
 def reason_to_leave_out(family: Family, dims: Dimensions, name: str, side: str) -> str | None:
     """Why a tensor of this name carries no weight of its own (side: "hf" or "mcore"); None when it does or is unknown."""
     if side == "hf":
+        for copy, original in copies(family, dims):
+            if name == copy:
+                return f"a copy of {original}, to which it was compared"
         for pattern, reason in family.ignored:
             if re.fullmatch(pattern, name):
                 return reason

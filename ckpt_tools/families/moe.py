@@ -43,21 +43,31 @@ def shared_experts(name: str, *, gate: str | None = None) -> tuple[Mapping, ...]
 
 
 def moe(
-    *attention: Mapping, mlp: tuple[Mapping, ...], norms: tuple[Mapping, ...] = (INPUT_NORM, DENSE_NORM, MOE_NORM)
+    *attention: Mapping,
+    mlp: tuple[Mapping, ...],
+    norms: tuple[Mapping, ...] = (INPUT_NORM, DENSE_NORM, MOE_NORM),
+    after: tuple[Mapping, ...] = (),
 ) -> tuple[Mapping, ...]:
-    """A whole decoder whose layers are dense or have experts, as moe_layer_freq says."""
-    return (EMBEDDING, *attention, DENSE_FC1, DENSE_FC2, *mlp, *norms, FINAL_NORM, HEAD)
+    """A whole decoder whose layers are dense or have experts, as moe_layer_freq says, and what comes `after` its layers."""
+    return (EMBEDDING, *attention, DENSE_FC1, DENSE_FC2, *mlp, *norms, *after, FINAL_NORM, HEAD)
 
 
 def expert_rules(
-    count: tuple[str, ...], default: int, topk: int, width: str = "moe_intermediate_size", width_default: int | None = None
+    count: tuple[str, ...],
+    default: int,
+    topk: int,
+    width: str = "moe_intermediate_size",
+    width_default: int | None = None,
+    *,
+    score: str = "softmax",
+    loss: str = "router_aux_loss_coef",
 ) -> tuple[AnyRule, ...]:
-    """Number of experts, experts per token and width of an expert, under the names of the family."""
+    """Number of experts, experts per token and width of an expert, under the names of the family; how the router scores them."""
     own_width = Rule((width,), "moe_ffn_hidden_size", default=width_default, shape=True, forward=width == "intermediate_size")
     return (
         Rule(count, "num_experts", default=default, shape=True),
         Rule(("num_experts_per_tok",), "moe_router_topk", default=topk),
         own_width,
-        Rule(("router_aux_loss_coef",), "moe_aux_loss_coeff", type="float", default=0.001, quiet=True),
-        Constant("moe_router_score_function", "softmax"),
+        Rule((loss,), "moe_aux_loss_coeff", type="float", default=0.001, quiet=True),
+        Constant("moe_router_score_function", score),
     )

@@ -45,13 +45,17 @@ FACTOR_NOTE = (
 
 
 def forward(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
-    """Megatron arguments from config.json. options = (default rope_theta,). E305 naming the values that Megatron cannot hold."""
+    """Megatron arguments from config.json. options = (default rope_theta, default partial_rotary_factor).
+
+    E305 naming the values that Megatron cannot hold.
+    """
     parameters, where = _parameters(fields)
     theta = _number(parameters, "rope_theta", where) or fields.number("rope_theta", None, "float")
     if theta is None:
         theta = options[0]
         fields.notes.append(f"config.json has no rope_theta: {theta} taken")
-    percent = _number(parameters, "partial_rotary_factor", where) or fields.number("partial_rotary_factor", 1.0, "float")
+    usual = options[1] if len(options) > 1 else 1.0
+    percent = _number(parameters, "partial_rotary_factor", where) or fields.number("partial_rotary_factor", usual, "float")
     args = {**PLAIN, "rotary_base": int(theta) if float(theta).is_integer() else theta, "rotary_percent": float(percent)}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind in ("default", "linear", "llama3", "yarn"):

@@ -13,7 +13,7 @@ from typing import Any
 from ..dtypes import dtype
 from ..errors import CkptError
 from ..layout import ParallelLayout, expert_of, is_expert, layer_of, rank_boxes
-from ..naming import stored_key
+from ..naming import local_spec_key, stored_key
 from ..planning import Copied, Placement, TargetFile
 from ..tensors import Shape, TensorMetadata
 from . import dcp_metadata, pickle_writer, torch_zip_writer
@@ -62,7 +62,7 @@ def layout_torch_dist(
     layout     ranks the pieces are cut for (any layout can load them).      gated  linear_fc1 is [gate; up].
     records    further objects as stored records (full key with /shard_..., bytes).
     extra_state  add the `_extra_state` entries TE models insist on.
-    local_norms  call the norm before experts as the local spec does.
+    local_norms  call norms as the local spec does.
     """
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     total = sum(t.numel * dtype(dtypes[n]).itemsize for n, t in tensors.items())
@@ -71,11 +71,12 @@ def layout_torch_dist(
     shapes: dict[str, tuple[str, Shape]] = {}
     placements: list[Placement] = []
     experts = 1 + max((e for e in map(expert_of, tensors) if e is not None), default=-1)
+    latent = any("self_attention.linear_kv_down_proj." in name for name in tensors)
     stage_of = {layer: stage for (stage, _), held in layout.stages(layers).items() for layer in held}
     for name, tensor in tensors.items():
         key, index = stored_key(name, stacked)
         if local_norms:
-            key = key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+            key = local_spec_key(key, latent=latent)
         lead = _lead(key, index, layers, experts)
         shapes.setdefault(key, (dtypes[name], (*lead, *tensor.global_shape)))
         if shapes[key] != (dtypes[name], (*lead, *tensor.global_shape)):

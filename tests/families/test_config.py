@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.families import FAMILIES
 from ckpt_tools.families.config import args_from_config, config_from_args, infer_family, padded_vocab
 from ckpt_tools.families.config_computed import COMPUTED
 from ckpt_tools.families.config_kinds import AnyRule, Choice, Computed, Constant, Derived, Refuse, Rule, extend
@@ -723,7 +724,13 @@ DEEPSEEK = extend(
     tuple(r for r in BASE_RULES if not (isinstance(r, Rule) and r.hf in (("head_dim",), ("num_key_value_heads",)))),
     *EXPERTS,
     Rule(("n_routed_experts",), "num_experts", shape=True),
-    Rule(("n_shared_experts",), "moe_shared_expert_intermediate_size", kind="times", operand="moe_intermediate_size", shape=True),
+    Rule(
+        ("n_shared_experts",),
+        "moe_shared_expert_intermediate_size",
+        kind="times",
+        operand=("moe_intermediate_size", "moe_ffn_hidden_size"),
+        shape=True,
+    ),
     Rule(("n_group",), "moe_router_num_groups", absent=1, default=1),
     Rule(("num_nextn_predict_layers",), "mtp_num_layers", absent=0, default=0),
     Rule(("kv_lora_rank",), "kv_lora_rank", shape=True),
@@ -794,7 +801,7 @@ def test_a_familys_own_rule_replaces_the_base_rule_for_the_same_argument() -> No
     )
     assert [getattr(r, "arg", None) for r in rules] == ["y", "x", "z"]
     assert all(len([r for r in rules if isinstance(r, Constant) and r.arg == "add_qkv_bias"]) <= 1 for rules in RULES.values())
-    used = {r.name for rules in (*RULES.values(), QWEN3_MOE, DEEPSEEK) for r in rules if isinstance(r, Computed)}
+    used = {r.name for family in FAMILIES.values() for r in family.rules if isinstance(r, Computed)}
     assert used == set(COMPUTED)
 
 

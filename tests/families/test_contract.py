@@ -116,7 +116,9 @@ def claim(variant: str) -> str:
 
 def unbuildable(variant: str, judge: str) -> str | None:
     """Why a judge ("0.19.2 local") cannot build the model, where the family says so."""
-    return dict(family_of_config(tiny.config_of(variant), variant).unbuildable).get(judge)
+    family = family_of_config(tiny.config_of(variant), variant)
+    dims = dimensions(args_from_config(tiny.config_of(variant), family.rules, allow_unrepresentable=True)[0])
+    return next((why for who, when, why in family.unbuildable if who == judge and dims.holds(when, None)), None)
 
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
@@ -135,7 +137,8 @@ def test_every_name_of_transformers_is_claimed_once_with_its_shape(variant, made
     counted: Counter[str] = Counter()
     for binding in expand(family, dims):
         names = dict(zip(binding.hf, binding.mapping.hf_shapes(dims), strict=True))
-        if binding.mapping.optional and not names.keys() & real.keys():
+        may_lack = binding.mapping.optional or binding.mcore.startswith("mtp.")  # transformers does not save prediction layers
+        if may_lack and not names.keys() & real.keys():
             continue
         claimed |= names
         counted.update(binding.hf)

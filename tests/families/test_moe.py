@@ -119,3 +119,18 @@ def test_grouped_sequential_and_numbered_experts_are_the_same_model(tmp_path):
     for spec in ("te", "local"):
         convert(tmp_path / spec, tmp_path / f"{spec}-back", "--to", "hf")
         assert same(read_hf(tmp_path / f"{spec}-back"), source)
+
+
+@pytest.mark.case("E8")
+def test_the_bias_of_the_router_stays_float32(tmp_path):
+    """Megatron adds DeepSeek's correction to float32 scores; cast to bfloat16, other experts win."""
+    tiny.write("deepseek_v3", tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "run", "--to", "torch_dist", "--dtype", "bfloat16", "--verify")
+    assert "stays float32" in done.stderr
+    stored = {t["name"]: t["dtype"] for t in json.loads(ckpt("inspect", tmp_path / "run", "--json", "--tensors").stdout)["tensors"]}
+    biases = {n: d for n, d in stored.items() if n.endswith("expert_bias")}
+    assert biases and set(biases.values()) == {"float32"} and set(d for n, d in stored.items() if n not in biases) == {"bfloat16"}
+    convert(tmp_path / "run", tmp_path / "back", "--to", "hf", "--dtype", "float16", "--verify")
+    source, back = read_hf(tmp_path / "hf"), read_hf(tmp_path / "back")
+    for name in (n for n in source if n.endswith("e_score_correction_bias")):
+        assert back[name].dtype == np.float32 and np.array_equal(back[name], source[name])

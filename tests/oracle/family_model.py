@@ -2,7 +2,7 @@
 
     [CKPT_TEST_SPEC=te] python tests/oracle/family_model.py JOBS.json
 
-JOBS.json is a list of {"checkpoint": iteration folder, "output": folder, "ids": [[token, ...]]}. Each job writes OUTPUT/report.json:
+JOBS.json is a list of {"checkpoint": iteration folder, "output": folder, "ids": [[token, ...]] or null}. Each job writes OUTPUT/report.json:
 {"missing": [wanted, not stored], "unexpected": [stored, not wanted], "error": null or the traceback's end}, and with the local spec
 OUTPUT/logits.safetensors. A job that fails says so in its report and the next one runs.
 
@@ -54,7 +54,7 @@ def configuration(args: Namespace) -> Any:
 
     kind = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
     names = {f.name for f in dataclasses.fields(kind)}
-    fields = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    fields = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None or name == "q_lora_rank"}
     for name in [n for n in fields if "parallel" in n or "pipeline" in n or n.startswith(("fp8", "fp4", "num_layers_in"))]:
         del fields[name]
     fields["num_moe_experts"] = getattr(args, "num_experts", None)
@@ -196,7 +196,7 @@ def load(job: dict[str, Any]) -> dict[str, Any]:
         "missing": sorted(map(str, not_stored)) + left,
         "unexpected": sorted(str(n) for n in not_asked_for if "_extra_state" not in str(n) and "common_state" not in str(n)),
     }
-    if not TE:
+    if not TE and job["ids"]:
         save_file({"logits": gpt_model.logits([model], torch.tensor(job["ids"])).contiguous()}, Path(job["output"]) / "logits.safetensors")
     return report
 

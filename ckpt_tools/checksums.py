@@ -19,14 +19,33 @@ def check_checksums(checkpoint: Checkpoint) -> Note:
     Errors: E415 naming the file, the tensor and both values.
     """
     checked = without = 0
-    for name, file in _files(checkpoint):
+    for wrong in _checked(checkpoint):
+        if wrong is None:
+            without += 1
+            continue
+        checked += 1
+        if isinstance(wrong, CkptError):
+            raise wrong
+    if not checked and not without:
+        return Note("warning", "", "safetensors files hold no checksums: nothing was checked")
+    return Note("kept", "", f"{checked} stored checksums are right" + (f", {without} records have none" if without else ""))
+
+
+def crc_problems(checkpoint: Checkpoint) -> Iterator[CkptError]:
+    """An E415 for every record whose CRC-32 is not that of its bytes."""
+    yield from (wrong for wrong in _checked(checkpoint) if isinstance(wrong, CkptError))
+
+
+def _checked(checkpoint: Checkpoint) -> Iterator[CkptError | bool | None]:
+    """For each record: None when no checksum is stored, True when it is right, otherwise an E415."""
+    for name, file in torch_files(checkpoint):
         for result in file.check_crc():
             if result.expected is None or (not result.expected and result.size):
-                without += 1
-                continue
-            checked += 1
-            if not result.ok:
-                raise CkptError(
+                yield None
+            elif result.ok:
+                yield True
+            else:
+                yield CkptError(
                     "E415",
                     "bytes are not those that were written",
                     where=f"{file.path}: {name}, record {result.record}",
@@ -34,16 +53,18 @@ def check_checksums(checkpoint: Checkpoint) -> Note:
                     found=f"{result.found:#010x}",
                     hint="the file was damaged after it was written; copy it again or take another iteration",
                 )
-    if not checked and not without:
-        return Note("warning", "", "safetensors files hold no checksums: nothing was checked")
-    return Note("kept", "", f"{checked} stored checksums are right" + (f", {without} records have none" if without else ""))
 
 
-def _files(checkpoint: Checkpoint) -> Iterator[tuple[str, TorchFile]]:
+def torch_files(checkpoint: Checkpoint) -> Iterator[tuple[str, TorchFile]]:
+    """(tensor, object or rank folder, opened file) of every torch.save file and record of a checkpoint."""
     details = checkpoint.details
     if isinstance(details, Legacy):
         for path in details.files:
-            yield os.path.basename(os.path.dirname(path)), open_torch_file(path)
+            folder = os.path.dirname(path)
+            yield os.path.basename(folder), open_torch_file(path)
+            for name in ("distrib_optim.pt", "optim.pt"):
+                if os.path.isfile(os.path.join(folder, name)):
+                    yield os.path.basename(folder), open_torch_file(os.path.join(folder, name))
     elif isinstance(details, TorchDist):
         common = os.path.join(details.directory, "common.pt")
         if os.path.exists(common):

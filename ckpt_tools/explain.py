@@ -393,6 +393,17 @@ Megatron's, with one name per layer and expert. `ckpt inspect --layers` lists th
         """\
 The file exists already, its folder does not, or may not be written to. Nothing is overwritten: give another name.""",
     ),
+    "E580": Explanation(
+        "there is no such check",
+        """\
+--select and --ignore take codes of findings or their beginnings: V301, or V3 for all about names. `ckpt explain` lists them.""",
+    ),
+    "E581": Explanation(
+        "a file could not be mended",
+        """\
+--fix writes a new file beside the old one and then takes its place; the folder does not allow it, or the disk is full. The old file
+is as it was.""",
+    ),
     # ---- environment
     "E901": Explanation(
         "the environment does not allow it",

@@ -25,10 +25,11 @@ class Entry(NamedTuple):
 
 COMMANDS = (
     Entry("inspect", "Look", "Say what a checkpoint is: format, iteration, tensors, layout, model arguments"),
+    Entry("validate", "Look", "Check a checkpoint: files, names, shapes, optimizer state, and with --deep every value"),
     Entry("diff", "Look", "Whether two checkpoints hold the same model, across formats and layouts; what differs and why"),
     Entry("convert", "Change", "Convert between Hugging Face safetensors and Megatron-Core"),
     Entry("reshard", "Change", "Move a Megatron checkpoint to another parallel layout, optimizer included"),
-    Entry("explain", "Help", "Tell more about an error code, such as E104"),
+    Entry("explain", "Help", "Tell more about the code of an error or a finding, such as E104"),
 )
 
 ABOUT = """\

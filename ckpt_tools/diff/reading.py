@@ -75,10 +75,28 @@ def same_bits(a: TensorMetadata, b: TensorMetadata) -> bool:
     """Whether two tensors have the same shape, dtype and bits."""
     if a.global_shape != b.global_shape or a.dtype != b.dtype:
         return False
-    return _sample_agrees(a, b) and first_unequal(a, b) is None
+    return samples_agree(a, b) and first_unequal(a, b) is None
 
 
-def _sample_agrees(a: TensorMetadata, b: TensorMetadata) -> bool:
+def first_difference(a: TensorMetadata, b: TensorMetadata) -> tuple[Shape, str, str] | None:
+    """(index, A's value, B's value) of the first element whose bits differ; None when all are equal."""
+    import numpy as np
+
+    box = first_unequal(a, b)
+    if box is None:
+        return None
+    x, y = (read_box(t, *box).reshape(-1) for t in (a, b))
+    unequal = bits(x) != bits(y)
+    at = int(np.argmax(unequal if unequal.ndim == 1 else unequal.any(axis=1)))
+    index = []
+    rest = at
+    for size in reversed(box[1]):
+        index.append(rest % size)
+        rest //= size
+    return tuple(o + i for o, i in zip(box[0], reversed(index), strict=True)), str(x[at]), str(y[at])
+
+
+def samples_agree(a: TensorMetadata, b: TensorMetadata) -> bool:
     """Whether three single rows agree: most wrong guesses end here, without a tensor being read."""
     import numpy as np
 

@@ -117,6 +117,7 @@ class Metadata:
 
 DCP = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+LAYOUTS = frozenset(("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn", "unknown"))
 CLASSES: dict[tuple[str, str], type] = {
     (DCP, "Metadata"): Metadata,
     (DCP, "TensorStorageMetadata"): TensorStorageMetadata,
@@ -221,6 +222,9 @@ def _check_tensor(fqn: str, entry: TensorStorageMetadata, where: str, seen: dict
             raise CkptError("E203", "the properties of a tensor in .metadata are damaged", where=f"{where}: {fqn}")
         layout, encoding = state[1], state[3]
         layout, encoding = layout if type(layout) is str else "unknown", encoding if type(encoding) is int else -1
+        if layout not in LAYOUTS or encoding not in range(4):
+            what = "the layout or memory format of a tensor in .metadata is none that torch has"
+            raise CkptError("E203", what, where=f"{where}: {fqn}", found=f"{layout!s:.40}, {encoding}")
         known = TensorProperties(state[0].name, layout, state[2] is True, encoding, state[4] is True)
         seen[id(raw)] = raw, known
     entry.properties = known

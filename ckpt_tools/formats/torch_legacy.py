@@ -59,6 +59,8 @@ def open_legacy(directory: str) -> Legacy:
     ranks = ranks_of(files, sizes, directory)
     state = ranks[0].file.value
     common = {k: v for k, v in state.items() if k != "optimizer" and not re.fullmatch(r"model\d*", str(k))}
+    if not any(any(True for _ in model_chunks(rank.file)) for rank in ranks):  # ms-swift keeps the weights as safetensors beside it
+        return Legacy(directory, {}, common, ranks, sizes.tp, sizes.pp, 1, sizes.ep, (), "te", TE_GROUPED)
     offsets = layer_offsets(ranks, sizes, directory)
     parts: dict[str, list[Part]] = {}
     forms = set()

@@ -54,7 +54,7 @@ def show(style: Style, report: Report, mended: Sequence[str]) -> None:
             ("iteration", f"{report.iteration} ({report.chosen})" if report.iteration else None),
             ("family", holds.family or None if holds else None),
             ("weights", holds.weights if holds else None),
-            ("optimizer", holds.optimizer if holds else None),
+            ("optimizer", holds.optimizer if holds and report.format != "hf" else None),
             ("training state", _state(report)),
             ("checks", f"{len(report.checked)} run" + (f", {_left(report)} more with --deep" if _left(report) else "")),
         ],
@@ -113,7 +113,7 @@ def _left(report: Report) -> int:
 
 
 def _state(report: Report) -> str | None:
-    if report.holds is None:
+    if report.holds is None or report.format == "hf":
         return None
     parts = [name for name, there in (("scheduler", report.holds.scheduler), ("random states", report.holds.random)) if there]
     return ", ".join(parts) or "none"

@@ -129,7 +129,7 @@ def test_the_bias_of_the_router_stays_float32(tmp_path):
     assert "stays float32" in done.stderr
     stored = {t["name"]: t["dtype"] for t in json.loads(ckpt("inspect", tmp_path / "run", "--json", "--tensors").stdout)["tensors"]}
     biases = {n: d for n, d in stored.items() if n.endswith("expert_bias")}
-    assert biases and set(biases.values()) == {"float32"} and set(d for n, d in stored.items() if n not in biases) == {"bfloat16"}
+    assert biases and set(biases.values()) == {"float32"} and {d for n, d in stored.items() if n not in biases} == {"bfloat16"}
     convert(tmp_path / "run", tmp_path / "back", "--to", "hf", "--dtype", "float16", "--verify")
     source, back = read_hf(tmp_path / "hf"), read_hf(tmp_path / "back")
     for name in (n for n in source if n.endswith("e_score_correction_bias")):

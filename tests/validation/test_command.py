@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders import CONFIG, ckpt, megatron_args, megatron_tensors, read_torch_dist, stack, write_hf, write_index, write_torch_dist
+from conftest import ROOT
 from safetensors import safe_open
 
 from ckpt_tools.validation.mend import apply_mends, plan_mends
@@ -83,6 +84,14 @@ def test_tables_and_markdown_name_code_place_and_tensor(tmp_path):
     tsv = ckpt("validate", folder).stdout.splitlines()
     assert tsv[0].split("\t")[:2] == ["severity", "code"] and tsv[1].startswith("error\tV205\t")
     assert "--fix" in ckpt("explain", "V205").stdout and ckpt("explain", "v205").returncode == 0
+
+
+def test_the_example_of_the_documentation_runs(monkeypatch):
+    import re
+
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "validate.md").read_text(), re.S)
+    exec(compile(block, "docs/validate.md", "exec"), {})
 
 
 # ---- mending ------------------------------------------------------------------------------------------------------------------------

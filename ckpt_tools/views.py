@@ -177,7 +177,7 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
             where=where,
             hint="give the HF config with --hf-config DIR",
         )
-    dims = _stored_dimensions(args, fam, tensors, "mcore", notes)
+    dims = stored_dimensions(args, fam, tensors, "mcore", notes)
     bound = bind(fam, dims, tensors, "mcore", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
     config, told = config_from_args(
@@ -212,7 +212,7 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
     notes = [Note("config", "", text) for text in told]
     args["padded_vocab_size"] = padded_vocab or args.get("vocab_size")
     stored = family_names(checkpoint.tensors, fam, where)
-    dims = _stored_dimensions(args, fam, stored, "hf", notes)
+    dims = stored_dimensions(args, fam, stored, "hf", notes)
     bound = bind(fam, dims, stored, "hf", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
     tensors = {}
@@ -222,7 +222,7 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
     return View(checkpoint, "mcore", fam, args, dims, config, tensors, _kept(bound, "mcore"), tuple(notes))
 
 
-def _stored_dimensions(args: dict[str, Any], family: Family, present: Collection[str], side: str, notes: list[Note]) -> Dimensions:
+def stored_dimensions(args: dict[str, Any], family: Family, present: Collection[str], side: str, notes: list[Note]) -> Dimensions:
     """Dimensions of `args`, from which prediction layers are taken out when none of their tensors is there."""
     dims = dimensions(args)
     if dims.mtp and not any(

@@ -15,14 +15,14 @@ from ..errors import CkptError
 from ..families import family_named, family_of_config
 from ..families.config import args_from_config, infer_family
 from ..families.dimensions import Dimensions, dimensions
-from ..families.family import Family, expand, reason_to_leave_out
+from ..families.family import Family, copies, expand, reason_to_leave_out
 from ..families.megatron_args import effective_args
 from ..hf_layouts import family_names
 from ..inspection.overview import Opened
 from ..naming import canonical_tensors
 from ..notes import Note
 from ..tensors import TensorMetadata
-from ..views import hf_tensors
+from ..views import hf_tensors, stored_dimensions
 from ..vocabulary import TABLES
 from .reading import same_bits
 
@@ -71,7 +71,9 @@ def _hf(opened: Opened, family: str | None) -> Named:
         if config is not None:
             fam = family_named(family) if family else family_of_config(config, opened.model.location.directory)
             args = effective_args(args_from_config(config, fam.rules, allow_unrepresentable=True)[0])
-            dims = dimensions({**args, "padded_vocab_size": args.get("vocab_size")})
+            args["padded_vocab_size"] = args.get("vocab_size")
+            spelled = family_names(opened.model.tensors, fam, opened.model.location.directory)
+            dims = stored_dimensions(args, fam, spelled, "hf", notes)
     except CkptError as error:
         notes.append(Note("assumed", opened.model.location.directory, f"names are taken as they are: {error.what}"))
         fam, args, dims = None, None, None
@@ -97,16 +99,19 @@ def _without_copies(side: Named, other: Mapping[str, TensorMetadata]) -> Named:
         return side
     tensors, notes = dict(side.tensors), list(side.notes)
     embedding = next((m.hf[0] for m in side.family.tensors if m.mcore == EMBEDDING), "")
+    originals = dict(copies(side.family, side.dims))
     for name in [n for n in tensors if n not in other]:
         reason = reason_to_leave_out(side.family, side.dims, name, "hf")
         if reason is None:
             continue
         tied = any(m.when == "untied" and name in m.hf for m in side.family.tensors)
-        if tied and embedding in tensors and not same_bits(tensors[name], tensors[embedding]):
-            notes.append(Note("warning", name, f"is tied to {embedding} by the config, and the two are not equal"))
+        original = embedding if tied else originals.get(name, "")
+        if original in tensors and not same_bits(tensors[name], tensors[original]):
+            notes.append(Note("warning", name, f"is another name of {original} in this model, and the two are not equal"))
             continue
         del tensors[name]
-        notes.append(Note("dropped", name, f"not compared: {reason}" + (", and equal to it" if tied else "")))
+        why = f"it is another name of {original}, and equal to it" if original in side.tensors else reason
+        notes.append(Note("dropped", name, f"not compared: {why}"))
     return replace(side, tensors=tensors, notes=notes)
 
 
@@ -168,7 +173,9 @@ def _hf_and_megatron(hf: Named, opened: Opened, family: str | None) -> tuple[Nam
         args["vocab_size"] = table.global_shape[0]
     elif not args.get("vocab_size"):
         args["vocab_size"] = (hf.args or {}).get("vocab_size") or rows
-    dims = dimensions(args)
+    if not args.get("mtp_num_layers"):
+        args["mtp_num_layers"] = (hf.args or {}).get("mtp_num_layers")
+    dims = stored_dimensions(args, fam, made.tensors, "mcore", notes)
     tensors: dict[str, TensorMetadata] = {}
     used = set()
     for binding in expand(fam, dims):
@@ -192,7 +199,7 @@ def _hf_and_megatron(hf: Named, opened: Opened, family: str | None) -> tuple[Nam
             notes.append(Note("dropped", name, f"not compared: {reason}"))
     if rows and dims.symbols["V"] < rows:
         notes.append(Note("cut", "vocabulary", f"{rows - dims.symbols['V']} padding rows after {dims.symbols['V']} are not compared"))
-    shown = made.args if made.args is None else {**made.args, "vocab_size": args["vocab_size"]}
+    shown = made.args if made.args is None else {**made.args, **{n: args[n] for n in ("vocab_size", "mtp_num_layers")}}
     side = replace(made, tensors=tensors, args=shown, family=fam, dims=dims, notes=notes)
     return _without_copies(hf, tensors), side
 

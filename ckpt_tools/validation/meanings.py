@@ -85,6 +85,8 @@ MEANINGS: dict[str, str] = {
     "V305": "Judged by its other layers, a layer or a tensor of a layer is missing.",
     "V306": "Two stored keys make the same tensor and differ, or a key promises another shape than is stored.",
     "V307": "A safetensors file without any tensor is legal, and rarely what was meant.",
+    "V308": """The config counts layers for predicting further tokens and none is stored, as when transformers saved the model: it has
+        none then.""",
     "V401": "Shape and config disagree: weights and config are of different models, or a tensor is transposed or cut.",
     "V402": "The sizes in config.json or in the stored arguments contradict each other or lack something.",
     "V403": "Without config.json no program knows how to build the model of these weights.",

@@ -11,10 +11,12 @@ from ..errors import CkptError
 from ..families import family_named, family_of_config
 from ..families.config import args_from_config, infer_family
 from ..families.dimensions import Dimensions, dimensions
-from ..families.family import Family, expand, reason_to_leave_out
+from ..families.family import Family, copies, expand, reason_to_leave_out
 from ..hf_layouts import family_names
 from ..naming import canonical_tensors
+from ..notes import Note
 from ..tensors import Shape, TensorMetadata
+from ..views import stored_dimensions
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -27,6 +29,7 @@ class Model:
     family, dims, args    None when nothing says them or they contradict each other (then `errors` says so).
     inferred    whether the family was told from tensors, not named by a config or a person.
     missing, unexpected   names against the family;   misshapen   name -> (expected, found);   keep_dtype  names never cast.
+    remarks     what was assumed about the model;
     unknown     why names and shapes were not checked; "" when they were.
     """
 
@@ -42,7 +45,16 @@ class Model:
     misshapen: tuple[tuple[str, Shape, Shape], ...] = ()
     keep_dtype: frozenset[str] = frozenset()
     unknown: str = ""
+    remarks: tuple[str, ...] = ()
     errors: tuple[CkptError, ...] = ()
+
+    @property
+    def repeated(self) -> list[tuple[str, str]]:
+        """(original, copy) of tensors that are stored again under another name: a tied head, embeddings of prediction layers."""
+        found = [] if self.tied is None else [self.tied]
+        if self.side == "hf" and self.family is not None and self.dims is not None:
+            found += [(o, c) for c, o in copies(self.family, self.dims) if c in self.tensors and o in self.tensors]
+        return found
 
     @property
     def tied(self) -> tuple[str, str] | None:
@@ -67,15 +79,19 @@ def model_of_hf(checkpoint: Checkpoint, family: str | None) -> Model:
         return replace(plain, unknown=error.what)
     try:
         args, _ = args_from_config(config, known.rules, allow_unrepresentable=True)
-        dims = dimensions({**args, "padded_vocab_size": args.get("vocab_size")})
         tensors = family_names(checkpoint.tensors, known, where)
+        notes: list[Note] = []
+        dims = stored_dimensions({**args, "padded_vocab_size": args.get("vocab_size")}, known, tensors, "hf", notes)
     except CkptError as error:
         return replace(plain, family=known, unknown=error.what, errors=(error,))
-    return _against(replace(plain, tensors=tensors, family=known, dims=dims, args=args))
+    remarks = tuple(n.text for n in notes)
+    return _against(replace(plain, tensors=tensors, family=known, dims=dims, args=args, remarks=remarks))
 
 
-def model_of_megatron(checkpoint: Checkpoint, weights: Mapping[str, TensorMetadata], family: str | None) -> Model:
-    """Megatron's weights (located) against the arguments stored with them."""
+def model_of_megatron(
+    checkpoint: Checkpoint, weights: Mapping[str, TensorMetadata], family: str | None, config: Mapping[str, Any] | None
+) -> Model:
+    """Megatron's weights (located) against the arguments stored with them. config: config.json kept beside them, which names the family."""
     where = checkpoint.location.directory
     try:
         tensors = canonical_tensors(weights, where)
@@ -94,11 +110,22 @@ def model_of_megatron(checkpoint: Checkpoint, weights: Mapping[str, TensorMetada
         dims = dimensions(args)
     except CkptError as error:
         return replace(plain, unknown=error.what, errors=(error,))
+    inferred = False
     try:
-        known = family_named(family or infer_family(args, tensors)[0])
+        if family:
+            known = family_named(family)
+        elif config is not None:
+            known = family_of_config(config, where)
+        else:
+            known, inferred = family_named(infer_family(args, tensors)[0]), True
     except CkptError as error:
         return replace(plain, dims=dims, args=args, unknown=error.what)
-    return _against(replace(plain, family=known, dims=dims, args=args, inferred=family is None))
+    notes: list[Note] = []
+    try:
+        dims = stored_dimensions(args, known, tensors, "mcore", notes)
+    except CkptError as error:
+        return replace(plain, family=known, dims=dims, args=args, unknown=error.what, errors=(error,))
+    return _against(replace(plain, family=known, dims=dims, args=args, inferred=inferred, remarks=tuple(n.text for n in notes)))
 
 
 def _against(model: Model) -> Model:

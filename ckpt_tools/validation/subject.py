@@ -20,6 +20,7 @@ from ..formats.safetensors import Header, read_header
 from ..formats.torch_dist import Locator, TorchDist, read_object
 from ..formats.torch_legacy import FILE_NAME, Legacy
 from ..formats.torch_zip import open_torch_file
+from ..hf_template import HF_FOLDER
 from ..inspection.overview import Opened
 from ..location import Location, locate
 from ..optimizer.reading import OptimizerState, read_optimizer
@@ -170,6 +171,18 @@ class Subject:
             return None
 
     @cached_property
+    def kept_config(self) -> dict[str, Any] | None:
+        """config.json of the HF model that the weights came from, kept in the iteration folder, or that lies at the root."""
+        for folder in (os.path.join(self.directory, HF_FOLDER), self.root or ""):
+            path = os.path.join(folder, "config.json")
+            if folder and os.path.isfile(path):
+                try:
+                    return read_json(path)
+                except CkptError as error:
+                    self.keep(error)
+        return None
+
+    @cached_property
     def hf(self) -> Checkpoint | None:
         """The safetensors weights as a checkpoint; opened from the headers when the index is wrong."""
         place = self.hf_directory
@@ -277,7 +290,7 @@ class Subject:
         if self.hf is not None and self.hf.tensors:
             made.append(model_of_hf(self.hf, self.family))
         if self.state is not None and self.weights_in_state:
-            made.append(model_of_megatron(self.state, self.weights_in_state, self.family))
+            made.append(model_of_megatron(self.state, self.weights_in_state, self.family, self.kept_config))
         for model in made:
             for error in model.errors:
                 self.keep(error)

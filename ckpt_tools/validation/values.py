@@ -162,11 +162,11 @@ def equal_experts(subject: Subject) -> Iterator[Problem]:
 
 
 def tied_weights(subject: Subject) -> Iterator[Problem]:
-    """A head that the config ties to the embedding, stored as well, and different."""
+    """A head that the config ties to the embedding, or another tensor that the family repeats, stored and different."""
     for model in subject.models:
-        pair = model.tied
-        if pair is not None and not same_bits(*(model.tensors[n] for n in pair)):
-            yield Problem(f"is tied to {pair[0]} by the config, and the two are not equal", model.where, pair[1])
+        for original, copy in model.repeated:
+            if not same_bits(model.tensors[original], model.tensors[copy]):
+                yield Problem(f"is another name of {original} in this model, and the two are not equal", model.where, copy)
 
 
 def padding_rows(subject: Subject) -> Iterator[Problem]:

@@ -85,6 +85,13 @@ def unknown_family(subject: Subject) -> Iterator[Problem]:
             yield Problem(f"names and shapes were not checked: {model.unknown}", model.where, expected=f"one of {', '.join(FAMILIES)}")
 
 
+def assumed(subject: Subject) -> Iterator[Problem]:
+    """What had to be assumed about the model: prediction layers that the config counts and nobody stored."""
+    for model in subject.models:
+        for text in model.remarks:
+            yield Problem(text, model.where)
+
+
 def layer_holes(subject: Subject) -> Iterator[Problem]:
     """Layers that lack what the others have, told without knowing the family."""
     for model in subject.models:
@@ -100,9 +107,10 @@ def layer_holes(subject: Subject) -> Iterator[Problem]:
             yield Problem("the numbers of the layers have holes", model.where, found=f"no layer {', '.join(map(str, lost[:8]))}")
         for layer, names in sorted(layers.items()):
             alike = [other for number, other in layers.items() if number != layer]
-            for name in sorted({n for other in alike for n in other} - names):
-                if len(alike) > 1 and all(name in other for other in alike):
-                    yield Problem("a layer lacks a tensor that every other layer has", model.where, f"layers.{layer}.{name}")
+            if len(alike) < 2 or any(not names < other for other in alike):
+                continue  # it has something of its own: another kind of layer, such as a dense one before layers with experts
+            for name in sorted(set.intersection(*alike) - names):
+                yield Problem("a layer lacks a tensor that every other layer has", model.where, f"layers.{layer}.{name}")
 
 
 def shapes(subject: Subject) -> Iterator[Problem]:

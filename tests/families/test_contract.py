@@ -212,3 +212,19 @@ def test_every_family_has_a_tiny_model_and_says_how_it_was_verified():
     for family in FAMILIES.values():
         assert family.verified in LEVELS and family.sources, family.name
         assert family.note or family.verified == "logits", f"{family.name}: say what could not be verified"
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_both_sides_are_valid_and_equal(variant, made, tmp_path):
+    from ckpt_tools.diff.compare import diff
+    from ckpt_tools.validation.run import Options, validate
+
+    hf = made(variant).hf
+    convert(hf, tmp_path / "legacy", "--to", "torch")
+    runs = (made(variant).run(), tmp_path / "legacy")
+    for folder in (hf, *runs):
+        report = validate(folder, Options(deep=True, strict=True))
+        assert report.valid, [(f.code, f.tensor, f.text, f.found) for f in report.findings if f.severity != "info"]
+    for a, b in ((hf, runs[0]), (runs[1], hf), runs):
+        found = diff(a, b)
+        assert found.equal, (found.only_a[:3], found.only_b[:3], found.shapes[:3], found.dtypes[:3], found.config, found.values[:2])

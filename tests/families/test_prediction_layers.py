@@ -119,3 +119,20 @@ def test_megatron_core_finds_them_all(tmp_path, version, spec):
     for variant in ("deepseek_v3", "glm4_moe"):
         report = json.loads((tmp_path / f"{variant}-out" / "report.json").read_text())
         assert report == {"missing": [], "unexpected": [], "error": None}, report["error"] or report
+
+
+@pytest.mark.case("F8")
+def test_validation_and_comparison_know_them_and_their_copies(tmp_path):
+    from ckpt_tools.diff.compare import diff
+    from ckpt_tools.validation.run import Options, validate
+
+    tensors = write("deepseek_v3", tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "run", "--to", "torch_dist")
+    for folder in (tmp_path / "hf", tmp_path / "run"):
+        assert validate(folder, Options(deep=True, strict=True)).valid
+    assert diff(tmp_path / "hf", tmp_path / "run").equal
+    tensors["model.layers.3.shared_head.head.weight"][7, 3] += 1
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    (finding,) = [f for f in validate(tmp_path / "hf", Options(deep=True)).findings if f.severity != "info"]
+    assert (finding.code, finding.tensor) == ("V607", "model.layers.3.shared_head.head.weight")
+    assert [m.name for m in diff(tmp_path / "hf", tmp_path / "run").only_a] == ["model.layers.3.shared_head.head.weight"]

@@ -183,6 +183,14 @@ def file_without_tensors(tmp_path):
     return folder
 
 
+def without_prediction_layers(tmp_path):
+    """As transformers 5 saves such a model."""
+    from families import tiny
+
+    tiny.write("deepseek_v3_yarn_no_q_lora", tmp_path / "hf")
+    return tmp_path / "hf"
+
+
 def vocabulary_cut(tmp_path):
     return run_folder(tmp_path, args=megatron_args(CONFIG, vocab_size=200))
 
@@ -254,6 +262,7 @@ BUILT = {
     "V303": state_without_model,
     "V306": two_keys_for_one_tensor,
     "V307": file_without_tensors,
+    "V308": without_prediction_layers,
     "V404": vocabulary_cut,
     "V405": config_of_another_model,
     "V503": router_bias,

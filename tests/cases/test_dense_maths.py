@@ -246,3 +246,16 @@ def torch_size(values):
     import torch
 
     return torch.Size(values)
+
+
+@pytest.mark.case("D10")
+def test_an_interleaved_rotary_embedding_is_refused_and_never_ignored(tmp_path):
+    """Megatron rotates neighbouring channels where args say so, transformers' llama the two halves: the rows would mean something else."""
+    hf = fill(dense_shapes(CONFIG))
+    tensors = megatron_tensors(hf, CONFIG)
+    write_torch_dist(tmp_path / "halves", tensors, megatron_args(CONFIG))
+    write_torch_dist(tmp_path / "neighbours", tensors, megatron_args(CONFIG, rotary_interleaved=True))
+    assert ckpt("convert", tmp_path / "halves", tmp_path / "out", "--to", "hf").returncode == 0
+    assert same(read_hf(tmp_path / "out"), hf)
+    done = ckpt("convert", tmp_path / "neighbours", tmp_path / "out2", "--to", "hf")
+    assert done.returncode == 2 and "rotary_interleaved" in done.stderr and not (tmp_path / "out2").exists()

@@ -7,6 +7,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, is_optimizer
 from .errors import CkptError
+from .families.megatron_args import is_gated
 from .formats.torch_legacy import Legacy
 from .formats.torch_legacy_writer import RankState
 from .layout import ParallelLayout
@@ -47,7 +48,7 @@ def rank_states(
 ) -> RankState:
     """What each rank's file of the legacy format holds of the optimizer."""
     weights = {n: t for n, t in view.tensors.items() if not is_optimizer(n)}
-    model = Model(weights, layout, bool(view.args.get("swiglu", True)), view.dims.tied, view.dims.layers)
+    model = Model(weights, layout, is_gated(view.args), view.dims.tied, view.dims.layers)
     form = DISTRIBUTED if entries.arguments.get("use_distributed_optimizer") else INDEXED
 
     def state(tp: int, pp: int, ep: int, etp: int) -> tuple[Any, Any]:

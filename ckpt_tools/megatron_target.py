@@ -8,7 +8,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, is_optimizer
 from .errors import CkptError
-from .families.megatron_args import DTYPE_ATTRIBUTES, checkpoint_args, flags_not_restored
+from .families.megatron_args import DTYPE_ATTRIBUTES, checkpoint_args, flags_not_restored, is_gated
 from .formats.hf_writer import TargetLayout
 from .formats.pickles import DTypeRef, Namespace
 from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
@@ -67,7 +67,7 @@ def lay_out(
     made, copies, carried = carried_files(template, folder)
     notes = [*template.notes, *carried, *pad_notes(view), *dropped, *_flags(checkpoint, args)]
     details: dict[str, Any] = {"format": options.to, "iteration": "release" if iteration is None else iteration}
-    gated, layers = bool(args.get("swiglu", True)), view.dims.layers
+    gated, layers = is_gated(args), view.dims.layers
     if legacy:
         random, told = rank_random_states(checkpoint, layout)
         notes += [*told, *_lost_optimizer(checkpoint, optimizer)]

@@ -100,7 +100,7 @@ def as_hf(
     """
     if checkpoint.format == "hf":
         fam = family_named(family) if family else family_of_config(_config_of(checkpoint), checkpoint.location.directory)
-        args, _ = args_from_config(_config_of(checkpoint), fam.rules)
+        args, _ = args_from_config(_config_of(checkpoint), fam.rules, allow_unrepresentable=True)
         return View(checkpoint, "hf", fam, args, dimensions(args), checkpoint.config, dict(checkpoint.tensors), frozenset(), ())
     model = megatron_model(checkpoint, family, hf_config)
     dims, bound, where = model.dims, model.bound, checkpoint.location.directory

@@ -8,7 +8,9 @@ from typing import Any
 from ..errors import CkptError, nearest
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import Family
+from .gemma import GEMMA, GEMMA2, GEMMA3
 from .glm_moe import GLM4_MOE, GLM4_MOE_LITE
+from .gpt import GPT2, GPT_NEOX, NEMOTRON, STARCODER2
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -28,6 +30,13 @@ _ALL = (
     DEEPSEEK_V3,
     GLM4_MOE,
     GLM4_MOE_LITE,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_NEOX,
+    NEMOTRON,
+    STARCODER2,
 )
 FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 

@@ -22,6 +22,7 @@ from .config_kinds import (
     Constant,
     Derived,
     Fields,
+    Lacks,
     Refuse,
     Rule,
     Written,
@@ -134,6 +135,9 @@ def _forward(rule: AnyRule, fields: Fields) -> dict[str, Any]:
         return {rule.arg: rule.value}
     if isinstance(rule, Computed):
         return COMPUTED[rule.name].forward(fields, rule.options)
+    if isinstance(rule, Lacks):
+        fields.refuse(rule.what) if rule.refuse else fields.notes.append(rule.what)
+        return {}
     if isinstance(rule, Written):
         return {}
     if isinstance(rule, Rule):
@@ -204,7 +208,7 @@ def _backward(
         if rule.note:
             notes.append(rule.note)
         return {rule.hf: rule.value}
-    if isinstance(rule, Refuse) or rule.forward:
+    if isinstance(rule, Refuse | Lacks) or rule.forward:
         return {}
     return _backward_rule(rule, stored, args, spelling, notes)
 
@@ -257,7 +261,7 @@ def _follow(args: Mapping[str, Any], rules: tuple[AnyRule, ...], template: Mappi
         if isinstance(rule, Constant):
             _agree(rule, args)
             continue
-        if isinstance(rule, Written | Refuse) or (isinstance(rule, Rule) and rule.forward):
+        if isinstance(rule, Written | Refuse | Lacks) or (isinstance(rule, Rule) and rule.forward):
             continue
         have, stored = _forward(rule, Fields(template, allow=True)), _canonical(rule, args)
         differ = {name for name in have.keys() & stored.keys() if not same(have[name], stored[name])}

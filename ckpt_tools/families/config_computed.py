@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CkptError
+from . import config_positions as positions
 from . import mla, rope
 from .config_kinds import MISSING, REQUIRED, Fields, brief, checked
 
@@ -62,6 +63,57 @@ def _config_biases(args: Mapping[str, Any], options: tuple[Any, ...], spelling: 
     return dict.fromkeys(options, every), []
 
 
+# Activations other than SwiGLU. Megatron-LM has flags for a few of them; the others are TransformerConfig fields that whoever builds the
+# model sets, stored under the field's own name. options: (HF field, default, whether the MLP is gated[, what "gelu" means here]).
+_ACTIVATIONS = {
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "squared_relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+_ACTIVATION_ARGS = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu", "gated_linear_unit", "activation_func")
+
+
+def _activation(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    field, default, gated = options[:3]
+    name = fields.number(field, default, "str")
+    function = _ACTIVATIONS.get(name)
+    if function == "gelu" and len(options) > 3:  # a family whose configs say gelu and mean its approximation
+        function = options[3]
+    if function is None:
+        fields.refuse(
+            "ckpt knows no activation of Megatron-Core for this one", expected=", ".join(_ACTIVATIONS), found=f"{field} {brief(name)}"
+        )
+        function = "gelu"
+    if gated or function not in ("squared_relu", "gelu"):
+        wanted = f"activation_func {function}" + (" and gated_linear_unit" if gated else "")
+        fields.notes.append(f"Megatron-LM has no flag for this MLP: give its TransformerConfig {wanted}")
+    return {
+        "swiglu": False, "squared_relu": function == "squared_relu", "quick_geglu": False, "openai_gelu": False, "gated_linear_unit": gated,
+        "activation_func": function,
+    }  # fmt: skip
+
+
+def _stored_activation(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    out = {name: bool(args.get(name)) for name in _ACTIVATION_ARGS[:-1]}
+    out["gated_linear_unit"] = bool(args.get("gated_linear_unit", options[2]))
+    stored = args.get("activation_func")
+    return {
+        **out,
+        "activation_func": stored if isinstance(stored, str) else "squared_relu" if out["squared_relu"] else _ACTIVATIONS[options[1]],
+    }
+
+
+def _config_activation(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    if args["swiglu"] or args["quick_geglu"] or args["gated_linear_unit"] != options[2]:
+        raise CkptError("E305", "a config of this family cannot say the checkpoint's activation", found=brief(dict(args)))
+    name = options[1] if _ACTIVATIONS[options[1]] == args["activation_func"] else None
+    return {options[0]: name or next((n for n, f in _ACTIVATIONS.items() if f == args["activation_func"]), options[1])}, []
+
+
 # Attention windows by layer (transformers 5.24 configuration_qwen2.py; megatron-core 0.16.1 transformer/utils.py).
 
 
@@ -108,6 +160,10 @@ def _stored_windows(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[s
                 "E301", "window_attn_skip_freq does not fit the number of layers", expected=f"{layers} entries", found=brief(pattern)
             )
     return {"window_size": tuple(size), "window_attn_skip_freq": None if pattern is None or all(pattern) else pattern}
+
+
+def _stored_layer_windows(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    return {**_stored_windows(args, options), **({"num_layers": args["num_layers"]} if args.get("num_layers") else {})}
 
 
 def _config_windows(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
@@ -272,6 +328,11 @@ COMPUTED: dict[str, Transform] = {
     "rope": Transform(rope.forward, lambda a, o: rope.canonical(a), lambda a, o, s, t: rope.backward(a, s, t)),
     "latent_rope": Transform(mla.forward, lambda a, o: mla.canonical(a), lambda a, o, s, t: mla.backward(a, s, t)),
     "biases": Transform(_biases, _stored_biases, _config_biases),
+    "gpt2_sizes": Transform(positions.gpt2_sizes, positions.stored_gpt2_sizes, positions.config_gpt2_sizes),
+    "learned_positions": Transform(positions.learned, positions.stored_learned, positions.config_learned),
+    "two_ropes": Transform(positions.two_ropes, positions.stored_two_ropes, positions.config_two_ropes),
+    "layer_windows": Transform(positions.layer_windows, _stored_layer_windows, positions.config_layer_windows),
+    "activation": Transform(_activation, _stored_activation, _config_activation),
     "windows": Transform(_windows, _stored_windows, _config_windows),
     "sparse_step": Transform(_sparse_step, _stored_freq, _config_sparse_step),
     "first_dense": Transform(_first_dense, _stored_freq, _config_first_dense),

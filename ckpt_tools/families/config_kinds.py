@@ -127,7 +127,16 @@ class Computed:
     shape: bool = False
 
 
-AnyRule = Rule | Choice | Constant | Refuse | Written | Computed
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """What Megatron-Core's own model cannot compute for any model of the family, whatever its config. refuse: it cannot even hold the
+    weights (E305, let through like any other refusal); otherwise a note to whoever builds the model."""
+
+    what: str
+    refuse: bool = False
+
+
+AnyRule = Rule | Choice | Constant | Refuse | Written | Computed | Lacks
 
 
 def extend(base: tuple[AnyRule, ...], *own: AnyRule) -> tuple[AnyRule, ...]:

@@ -33,3 +33,26 @@ MLP_NORM = Copy((HF_LAYER + "post_attention_layernorm.weight",), LAYER + "mlp.li
 def dense(*attention: Mapping, mlp: tuple[Mapping, ...] = (FC1, FC2)) -> tuple[Mapping, ...]:
     """A whole dense decoder, in the order of transformers' modules: embedding, per layer (attention, mlp, the two norms), norm, head."""
     return (EMBEDDING, *attention, *mlp, INPUT_NORM, MLP_NORM, FINAL_NORM, HEAD)
+
+
+JOINED_FC1 = Copy((HF_LAYER + "mlp.gate_up_proj.weight",), LAYER + "mlp.linear_fc1.weight", ("2*F", "H"))  # HF has [gate; up] too
+
+
+def norms(input_norm: str, mlp_norm: str, final: str, *, biased: bool) -> tuple[Mapping, ...]:
+    """The norm before attention, the one before the MLP, the last one, by their HF names without `.weight`; biased: LayerNorm."""
+    kinds = ("weight", "bias") if biased else ("weight",)
+    return tuple(
+        Copy((f"{hf}.{kind}",), f"{mcore}{joint}{kind}", ("H",))
+        for hf, mcore, joint in (
+            (input_norm, LAYER + "self_attention.linear_qkv", ".layer_norm_"),
+            (mlp_norm, LAYER + "mlp.linear_fc1", ".layer_norm_"),
+            (final, "decoder.final_layernorm", "."),
+        )
+        for kind in kinds
+    )
+
+
+def linear(hf: str, mcore: str, shape: tuple[str, str], *, biased: bool = True, transposed: bool = False) -> tuple[Mapping, ...]:
+    """A linear layer of every decoder layer, with its bias; the shape is Megatron's (out, in)."""
+    weight = Copy((hf + ".weight",), f"{LAYER}{mcore}.weight", shape, transposed=transposed)
+    return (weight, Copy((hf + ".bias",), f"{LAYER}{mcore}.bias", shape[:1])) if biased else (weight,)

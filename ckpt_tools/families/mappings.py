@@ -61,7 +61,7 @@ class Mapping(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The same tensor under another name."""
+    """The same tensor under another name. shape is Megatron's; transposed: HF has it with its axes in the opposite order (Conv1D)."""
 
     hf: tuple[str, ...]
     mcore: str
@@ -69,16 +69,19 @@ class Copy:
     when: str = ""
     optional: bool = False
     keep_dtype: bool = False
+    transposed: bool = False
 
     def hf_shapes(self, dims: Dimensions) -> tuple[Shape, ...]:
-        return (dims.shape(self.shape),)
+        shape = dims.shape(self.shape)
+        return (shape[::-1] if self.transposed else shape,)
 
     def mcore_shape(self, dims: Dimensions) -> Shape:
         return dims.shape(self.shape)
 
     def pieces(self, dims: Dimensions) -> Iterator[Piece]:
-        shape = dims.shape(self.shape)
-        yield Piece(0, (0,) * len(shape), (0,) * len(shape), shape)
+        (shape,) = self.hf_shapes(dims)
+        axes = tuple(range(len(shape)))[::-1] if self.transposed else None
+        yield Piece(0, (0,) * len(shape), (0,) * len(shape), shape, axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class Rows:
 
     rows  rows per group of each HF tensor; rest = the other axes. One group makes a plain concatenation (gate, up); query groups
     make Megatron's linear_qkv (q heads of the group, its k head, its v head).
+    joined      HF has them in one tensor, one after the other;   transposed  with its axes in the opposite order (Conv1D).
     """
 
     hf: tuple[str, ...]
@@ -119,21 +123,31 @@ class Rows:
     when: str = ""
     optional: bool = False
     keep_dtype: bool = False
+    joined: bool = False
+    transposed: bool = False
 
     def hf_shapes(self, dims: Dimensions) -> tuple[Shape, ...]:
         groups, rest = dims.size(self.groups), dims.shape(self.rest)
-        return tuple((groups * dims.size(r), *rest) for r in self.rows)
+        shapes: tuple[Shape, ...] = tuple((groups * dims.size(r), *rest) for r in self.rows)
+        if self.joined:
+            shapes = ((sum(s[0] for s in shapes), *rest),)
+        return tuple(s[::-1] for s in shapes) if self.transposed else shapes
 
     def mcore_shape(self, dims: Dimensions) -> Shape:
         return (dims.size(self.groups) * sum(dims.size(r) for r in self.rows), *dims.shape(self.rest))
 
     def pieces(self, dims: Dimensions) -> Iterator[Piece]:
-        rest, position = dims.shape(self.rest), 0
+        rest, position, groups = dims.shape(self.rest), 0, dims.size(self.groups)
         zeros = (0,) * len(rest)
+        axes = tuple(range(1 + len(rest)))[::-1] if self.transposed else None
         sizes = [dims.size(r) for r in self.rows]
-        for group in range(dims.size(self.groups)):
+        starts = [groups * sum(sizes[:i]) if self.joined else 0 for i in range(len(sizes))]
+        for group in range(groups):
             for source, size in enumerate(sizes):
-                yield Piece(source, (group * size, *zeros), (position, *zeros), (size, *rest))
+                offset, shape = (starts[source] + group * size, *zeros), (size, *rest)
+                if self.transposed:
+                    offset, shape = offset[::-1], shape[::-1]
+                yield Piece(0 if self.joined else source, offset, (position, *zeros), shape, axes)
                 position += size
 
 
@@ -142,6 +156,12 @@ def qkv(attention: str, suffix: str = "weight", *, optional: bool = False, q: st
     rest = ("H",) if suffix == "weight" else ()
     hf = tuple(f"{attention}.{name}.{suffix}" for name in (q, k, v))
     return Rows(hf, f"decoder.layers.{{l}}.self_attention.linear_qkv.{suffix}", ("R*d", "d", "d"), rest, groups="G", optional=optional)
+
+
+def joined_qkv(name: str, mcore: str, *, transposed: bool = False) -> Rows:
+    """One HF tensor of all query rows, all key rows, all value rows -> linear_qkv; a weight when `mcore` ends so, else a bias."""
+    rest = ("H",) if mcore.endswith("weight") else ()
+    return Rows((name,), mcore, ("R*d", "d", "d"), rest, groups="G", joined=True, transposed=transposed and bool(rest))
 
 
 def gate_up(hf: tuple[str, str], mcore: str, ffn: str = "F", *, when: str = "", bias: bool = False, optional: bool = False) -> Rows:

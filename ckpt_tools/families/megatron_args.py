@@ -174,6 +174,11 @@ def checkpoint_args(
     return out
 
 
+def is_gated(args: Mapping[str, Any]) -> bool:
+    """Whether linear_fc1 is [gate; up]."""
+    return bool(args.get("gated_linear_unit") or args.get("quick_geglu") or args.get("swiglu", True))
+
+
 def flags_not_restored(args: Mapping[str, Any]) -> tuple[str, ...]:
     """The command-line flags that --use-checkpoint-args does not set and this model needs, as one would type them."""
     known = effective_args(args)

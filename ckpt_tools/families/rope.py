@@ -50,12 +50,12 @@ def forward(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
     E305 naming the values that Megatron cannot hold.
     """
     parameters, where = _parameters(fields)
-    theta = _number(parameters, "rope_theta", where) or fields.number("rope_theta", None, "float")
+    theta = _number(parameters, "rope_theta", where) or _first(fields, "rope_theta", "rotary_emb_base")
     if theta is None:
         theta = options[0]
         fields.notes.append(f"config.json has no rope_theta: {theta} taken")
     usual = options[1] if len(options) > 1 else 1.0
-    percent = _number(parameters, "partial_rotary_factor", where) or fields.number("partial_rotary_factor", usual, "float")
+    percent = _number(parameters, "partial_rotary_factor", where) or _first(fields, "partial_rotary_factor", "rotary_pct") or usual
     args = {**PLAIN, "rotary_base": int(theta) if float(theta).is_integer() else theta, "rotary_percent": float(percent)}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind in ("default", "linear", "llama3", "yarn"):
@@ -68,6 +68,11 @@ def forward(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
             found=f"{where} {brief(parameters)}",
         )
     return args
+
+
+def _first(fields: Fields, *names: str) -> Any:
+    _, value = fields.first(names, "float")
+    return None if value is MISSING else value
 
 
 def _parameters(fields: Fields) -> tuple[dict[str, Any], str]:

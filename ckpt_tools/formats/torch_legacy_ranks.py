@@ -114,7 +114,8 @@ def sizes_of(files: Mapping[str, TorchFile], directory: str) -> Sizes:
     if experts is None and isinstance(router, TensorRef) and router.shape:
         experts = router.shape[0]
     etp = number("expert_tensor_parallel_size") or (_expert_tp(files, tp, pp, ep) if experts and not known else tp)
-    gated = known.get("swiglu", known.get("gated_linear_unit"))
+    said_gated = [known[n] for n in ("swiglu", "gated_linear_unit", "quick_geglu") if known.get(n) is not None]
+    gated = any(said_gated) if said_gated else None
     return Sizes(
         tp,
         pp,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Checkpoint
 from ..errors import CkptError
+from ..families.megatron_args import is_gated
 from ..formats.torch_dist import Locator, TorchDist
 from ..formats.torch_zip import TorchFile, open_torch_file
 from ..naming import canonical_tensors
@@ -110,7 +111,7 @@ def _check_known(name: str, tensor: TensorMetadata, view: View, where: str) -> N
 
 def model_of(view: View, layout_args: Mapping[str, Any]) -> Model:
     """The model as the order of parameters needs it."""
-    return Model(view.tensors, source_layout(layout_args), bool(view.args.get("swiglu", True)), view.dims.tied, view.dims.layers)
+    return Model(view.tensors, source_layout(layout_args), is_gated(view.args), view.dims.tied, view.dims.layers)
 
 
 def bucket_options(args: Mapping[str, Any], numel: int, bucket_size: int | None, dp: int | None) -> BucketOptions:

@@ -35,6 +35,11 @@ def convert(*arguments: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def allowed(variant: str) -> tuple[str, ...]:
+    """Megatron-Core cannot hold all of a family that claims no more than the round trip: converting it has to be asked for."""
+    return ("--allow-unrepresentable",) if claim(variant) == "round trip" else ()
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -54,7 +59,7 @@ class Made:
         """The run folder that ckpt writes for a layer spec."""
         folder = self.base / spec
         if not folder.exists():
-            convert(self.hf, folder, "--to", "torch_dist", "--spec", spec, "--verify")
+            convert(self.hf, folder, "--to", "torch_dist", "--spec", spec, "--verify", *allowed(self.hf.parent.name))
         return folder
 
     def iteration(self, spec: str) -> Path:
@@ -70,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def get(variant: str) -> Made:
         if variant not in kept:
-            kept[variant] = Made(variant, tmp_path_factory.mktemp(variant))
+            kept[variant] = Made(variant, tmp_path_factory.mktemp("contract") / variant)
         return kept[variant]
 
     return get
@@ -155,7 +160,7 @@ def test_every_byte_comes_back_from_torch_dist(variant, made, tmp_path):
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_every_byte_comes_back_from_two_legacy_ranks_in_bfloat16(variant, tmp_path):
     tiny.write(variant, tmp_path / "hf", "bfloat16")
-    convert(tmp_path / "hf", tmp_path / "run", "--to", "torch", "--tp", "2", "--verify")
+    convert(tmp_path / "hf", tmp_path / "run", "--to", "torch", "--tp", "2", "--verify", *allowed(variant))
     convert(tmp_path / "run", tmp_path / "back", "--to", "hf", "--verify")
     assert content(tmp_path / "back") == content(tmp_path / "hf")
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .formats.torch_legacy import Legacy
     from .lazy import LazyTensor
 
+HF_FOLDER = "hf"  # inside an iteration folder: config, tokenizer and other files of the HF model, as Megatron-Bridge keeps them
 EXTRA_STATE = "_extra_state"
 
 
@@ -128,6 +129,12 @@ def open_location(location: Location) -> Checkpoint:
         common = None if file is None else torch_dist_format.common_value(file)
         return Checkpoint(location, "state", {}, None, common, warnings=location.warnings)
     raise CkptError("E221", f"ckpt cannot read the format {location.format!r} yet", where=location.directory, expected="hf, torch_dist")
+
+
+def kept_hf_folder(checkpoint: Checkpoint) -> str | None:
+    """The folder with the config.json of the HF model that a Megatron checkpoint came from: inside the iteration, or the run's root."""
+    places = (os.path.join(checkpoint.location.directory, HF_FOLDER), checkpoint.location.root or "")
+    return next((p for p in places if p and os.path.isfile(os.path.join(p, "config.json"))), None)
 
 
 def byte_count(tensors: Mapping[str, TensorMetadata]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checkpoint import Checkpoint
+from .checkpoint import HF_FOLDER, Checkpoint, kept_hf_folder
 from .dtypes import DTYPES
 from .errors import CkptError
 from .formats import hf as hf_format
@@ -19,7 +19,6 @@ from .planning import Copied, TargetFile
 from .source_files import opened
 from .views import View
 
-HF_FOLDER = "hf"  # inside an iteration folder: config, tokenizer and other files of the HF model, as Megatron-Bridge keeps them
 WEIGHT_MAP = ".ckpt-weight-map.json"  # there too: the shard layout of the HF folder, so that converting back makes the same files
 
 
@@ -42,8 +41,7 @@ def find_template(checkpoint: Checkpoint, options: ConvertOptions) -> Template:
     if folder is None and checkpoint.format == "hf":
         folder = checkpoint.folder if checkpoint.config is not None else None
     if folder is None:
-        places = [os.path.join(checkpoint.location.directory, HF_FOLDER), checkpoint.location.root or ""]
-        folder = next((p for p in places if p and os.path.isfile(os.path.join(p, "config.json"))), None)
+        folder = kept_hf_folder(checkpoint)
     if folder is None:
         if options.to == "hf":
             return Template(

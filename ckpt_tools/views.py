@@ -6,16 +6,18 @@ inference engine is reading one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, kept_hf_folder
 from .errors import CkptError
 from .families import family_named, family_of_config
 from .families.config import args_from_config, config_from_args, infer_family
 from .families.dimensions import Dimensions, dimensions
 from .families.family import Binding, Bound, Family, bind, copies, expand
+from .formats.hf import read_json
 from .hf_layouts import family_names
 from .naming import canonical_tensors
 from .notes import Note
@@ -164,6 +166,8 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
         args = dict(stored)
         if family:
             fam = family_named(family)
+        elif kept := _kept_family(checkpoint):
+            fam = kept
         else:
             name, why = infer_family(args, tensors)
             fam = family_named(name)
@@ -181,10 +185,26 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
     bound = bind(fam, dims, tensors, "mcore", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
     config, told = config_from_args(
-        args, fam.rules, architectures=list(fam.architectures[:1]), model_type=fam.model_types[0], template=hf_config
+        args,
+        fam.rules,
+        architectures=list(fam.architectures[:1]),
+        model_type=fam.model_types[0],
+        template=hf_config,
+        spelling=fam.spelling,
     )
     notes.extend(Note("config", "", text) for text in told)
     return MegatronModel(fam, args, dims, tensors, bound, config, tuple(notes))
+
+
+def _kept_family(checkpoint: Checkpoint) -> Family | None:
+    """The family that the HF config kept in a Megatron checkpoint names; None when there is none, or one of no known family."""
+    folder = kept_hf_folder(checkpoint)
+    if folder is None:
+        return None
+    try:
+        return family_of_config(read_json(os.path.join(folder, "config.json")), folder)
+    except CkptError:
+        return None
 
 
 def _rows(tensors: Mapping[str, TensorMetadata], args: Mapping[str, Any]) -> Any:

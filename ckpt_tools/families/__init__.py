@@ -11,9 +11,13 @@ from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from .gpt import GPT2, GPT_NEOX, NEMOTRON, STARCODER2
+from .joined import GLM, GLM4, PHI3
 from .llama import LLAMA
+from .llama_like import BAICHUAN, ERNIE4_5, GRANITE, HUNYUAN_V1_DENSE, INTERNLM2, INTERNLM3, SEED_OSS
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .more_moe import DOTS1, HUNYUAN_V1_MOE, MINIMAX_M2, OLMOE
+from .post_norm import EXAONE4, OLMO2
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -37,6 +41,22 @@ _ALL = (
     GPT_NEOX,
     NEMOTRON,
     STARCODER2,
+    PHI3,
+    GLM,
+    GLM4,
+    SEED_OSS,
+    ERNIE4_5,
+    GRANITE,
+    HUNYUAN_V1_DENSE,
+    INTERNLM2,
+    INTERNLM3,
+    BAICHUAN,
+    OLMO2,
+    EXAONE4,
+    OLMOE,
+    DOTS1,
+    HUNYUAN_V1_MOE,
+    MINIMAX_M2,
 )
 FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 

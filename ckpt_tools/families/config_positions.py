@@ -129,3 +129,12 @@ def config_layer_windows(args: Mapping[str, Any], options: tuple[Any, ...], spel
     if window is None:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}, []
     return {"sliding_window": window, "layer_types": ["sliding_attention" if p else "full_attention" for p in pattern or [1] * layers]}, []
+
+
+def baichuan(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    """Nothing but refusals: the 13B models have no max_position_embeddings, the second generation a vocabulary of 125696."""
+    if fields.get("max_position_embeddings") is MISSING:
+        fields.refuse("the 13B models have ALiBi instead of rope, and Megatron-Core has none", found="no max_position_embeddings")
+    if fields.get("vocab_size") == 125696:
+        fields.refuse("Baichuan 2 normalises the rows of its head at run time, which Megatron-Core does not", found="vocab_size 125696")
+    return {}

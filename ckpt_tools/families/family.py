@@ -39,6 +39,7 @@ class Family:
     fused      HF tensors that hold all experts of a layer, read as one tensor per expert.
     copies     HF names that repeat another tensor and that Megatron does not store twice: (copy, original), `{n}` = a prediction layer.
     renamed    other spellings of HF names (pattern, replacement), read as the family's own.
+    spelling   how config.json is written when there is none to follow: "v5", or "v4" for classes of remote code, which read no other.
     ignored    HF name pattern -> why such a tensor carries no weight of its own.
     verified   the most that the family contract of the tests proves: "logits" (megatron-core computes what transformers computes), "names"
                (megatron-core asks for exactly these names and shapes), "round trip" (transformers' names, every byte comes back).
@@ -54,6 +55,7 @@ class Family:
     fused: tuple[Fused, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    spelling: str = "v5"
     ignored: tuple[tuple[str, str], ...] = (
         (r".*\.rotary_emb\.inv_freq", "computed from the config"),
         (r".*\.attn\.(masked_)?bias", "a causal mask"),

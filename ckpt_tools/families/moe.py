@@ -61,12 +61,13 @@ def expert_rules(
     *,
     score: str = "softmax",
     loss: str = "router_aux_loss_coef",
+    per_token: tuple[str, ...] = ("num_experts_per_tok",),
 ) -> tuple[AnyRule, ...]:
     """Number of experts, experts per token and width of an expert, under the names of the family; how the router scores them."""
     own_width = Rule((width,), "moe_ffn_hidden_size", default=width_default, shape=True, forward=width == "intermediate_size")
     return (
         Rule(count, "num_experts", default=default, shape=True),
-        Rule(("num_experts_per_tok",), "moe_router_topk", default=topk),
+        Rule(per_token, "moe_router_topk", default=topk),
         own_width,
         Rule((loss,), "moe_aux_loss_coeff", type="float", default=0.001, quiet=True),
         Constant("moe_router_score_function", score),

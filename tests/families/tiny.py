@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from families.remote_code import REMOTE, as_llama
+
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "families"
 VARIANTS = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
@@ -23,7 +25,8 @@ def build(variant: str, dtype: str = "float32") -> Any:
 
     fields = config_of(variant)
     torch.manual_seed(sum(map(ord, variant)))
-    config = transformers.AutoConfig.for_model(**fields)
+    remote = fields["model_type"] in REMOTE
+    config = transformers.LlamaConfig(**as_llama(fields)) if remote else transformers.AutoConfig.for_model(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     zero_centred = "gemma" in fields["model_type"] or fields["model_type"] in ("nemotron", "qwen3_next")
     with torch.no_grad():
@@ -40,6 +43,34 @@ def build(variant: str, dtype: str = "float32") -> Any:
 
 def write(variant: str, folder: Path, dtype: str = "float32", **options: Any) -> Any:
     """Save the model of a variant with save_pretrained(**options); returns it."""
-    model = build(variant, dtype)
-    model.save_pretrained(folder, **options)
+    model, config = build(variant, dtype), config_of(variant)
+    if config["model_type"] not in REMOTE:
+        model.save_pretrained(folder, **options)
+        return model
+    from safetensors.torch import save_file
+
+    tensors = REMOTE[config["model_type"]][0](model.state_dict(), config)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}, indent=2))
+    return model
+
+
+def load(folder: Path, variant: str) -> Any:
+    """The model that transformers makes of an HF folder, in float32; every tensor must be wanted and there."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    config = config_of(variant)
+    if config["model_type"] in REMOTE:
+        written = json.loads((folder / "config.json").read_text())
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**as_llama(written), attn_implementation="eager"))
+        model.load_state_dict(REMOTE[config["model_type"]][1](load_file(folder / "model.safetensors"), written), strict=True)
+        return model.eval()
+    token = {"pad_token_id": config["pad_token_id"]} if config.get("pad_token_id") is not None else {}  # some classes' default is beyond 509
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True, **token
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"], loading
     return model

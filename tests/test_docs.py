@@ -45,3 +45,10 @@ def test_the_command_line_reference_is_that_of_the_program():
     from cli_reference import PAGE, reference
 
     assert PAGE.read_text() == reference(), "python tests/cli_reference.py rewrites it"
+
+
+def test_the_tables_of_families_are_those_of_the_program():
+    from family_table import PAGE, page, readme
+
+    text = (ROOT / "README.md").read_text()
+    assert PAGE.read_text() == page() and text == readme(text), "python tests/family_table.py rewrites them"

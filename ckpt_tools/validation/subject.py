@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..checkpoint import Checkpoint, is_optimizer, open_location
+from ..checkpoint import HF_FOLDER, Checkpoint, is_optimizer, open_location
 from ..diff.sides import common_naming
 from ..errors import CkptError
 from ..formats.hf import INDEX_NAME, open_hf, read_json
@@ -20,7 +20,6 @@ from ..formats.safetensors import Header, read_header
 from ..formats.torch_dist import Locator, TorchDist, read_object
 from ..formats.torch_legacy import FILE_NAME, Legacy
 from ..formats.torch_zip import open_torch_file
-from ..hf_template import HF_FOLDER
 from ..inspection.overview import Opened
 from ..location import Location, locate
 from ..optimizer.reading import OptimizerState, read_optimizer

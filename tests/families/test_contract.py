@@ -223,7 +223,7 @@ def test_both_sides_are_valid_and_equal(variant, made, tmp_path):
     from ckpt_tools.validation.run import Options, validate
 
     hf = made(variant).hf
-    convert(hf, tmp_path / "legacy", "--to", "torch")
+    convert(hf, tmp_path / "legacy", "--to", "torch", *allowed(variant))
     runs = (made(variant).run(), tmp_path / "legacy")
     for folder in (hf, *runs):
         report = validate(folder, Options(deep=True, strict=True))

@@ -21,10 +21,11 @@ from .notes import Note
 from .options import ConvertOptions
 from .planning import Plan, build_moves, cast_notes
 from .replicas import check_copies, check_replicas
+from .split import join, places_looked_at
 from .views import View, as_hf, as_mcore
 from .vocabulary import cut_notes, repad
 
-FORMATS = ("hf", "torch_dist", "torch")
+FORMATS = ("hf", "torch_dist", "torch", "split")
 
 
 def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
@@ -49,7 +50,16 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
             check_replicas(checkpoint.details, buffer=options.buffer)
     if options.check_crc:
         notes = [*notes, check_checksums(checkpoint)]
-    made = _plan_hf(checkpoint, options) if options.to == "hf" else _plan_megatron(checkpoint, options)
+    if not checkpoint.weights:
+        raise CkptError(
+            "E222",
+            "there are no model weights here",
+            where=checkpoint.location.directory,
+            expected="weights in the iteration folder, or safetensors beside it",
+            found=f"none in {places_looked_at(checkpoint)}",
+            hint="this is the training state of a split checkpoint: put the model's safetensors beside it",
+        )
+    made = {"hf": _plan_hf, "split": _plan_split}.get(options.to, _plan_megatron)(checkpoint, options)
     return replace(made, notes=(*notes, *made.notes))
 
 
@@ -67,27 +77,29 @@ def plan(source: str | os.PathLike[str] | Checkpoint, to: str, *, iteration: str
 def choose_weights(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, list[Note]]:
     """The checkpoint whose weights are to be converted: of a split checkpoint the safetensors beside the iteration folder.
 
-    When weights are stored in both places they must be equal, or --weights-from must say which counts. Errors: E413 they differ.
+    For a Megatron target the two are joined, so that optimizer and counters come along. When weights are stored in
+    both places they must be equal, or --weights-from must say which counts. Errors: E413 they differ.
     """
     beside = checkpoint.location.weights
     if beside is None or checkpoint.format == "hf":
         return checkpoint, []
     location = replace(checkpoint.location, directory=beside, format="hf", weights=None)
+    whole = options.to != "hf" and checkpoint.format in ("torch_dist", "state")
     if not checkpoint.weights:
-        return open_location(location), [
-            Note("assumed", beside, "the iteration folder holds no weights; those beside it are converted"),
-            *_dropped_state(checkpoint),
-        ]
+        told = Note("assumed", beside, "the iteration folder holds no weights; those beside it are converted")
+        if whole:
+            return join(checkpoint, open_location(location), family=options.family), [told]
+        return open_location(location), [told, *_dropped_state(checkpoint)]
     if options.weights_from == "megatron":
         return replace(checkpoint, location=replace(checkpoint.location, weights=None)), [
             Note("assumed", beside, "weights are stored twice; Megatron's were used, as asked")
         ]
     other = open_location(location)
     if options.weights_from == "safetensors":
-        return other, [
-            Note("assumed", beside, "weights are stored twice; the safetensors were used, as asked"),
-            *_dropped_state(checkpoint),
-        ]
+        told = Note("assumed", beside, "weights are stored twice; the safetensors were used, as asked")
+        if whole:
+            return join(checkpoint, other, family=options.family), [told]
+        return other, [told, *_dropped_state(checkpoint)]
     from .verify import compare
 
     try:
@@ -107,6 +119,30 @@ def choose_weights(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Che
 
 
 def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
+    view, laid, dtypes, notes = _hf_folder(checkpoint, options)
+    return _finish(checkpoint, view, laid, dtypes, [*notes, *_dropped_state(checkpoint)], options, {"format": "hf"})
+
+
+def _plan_split(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
+    """The HF folder of the weights, and in an iteration folder inside it everything else."""
+    view, laid, dtypes, notes = _hf_folder(checkpoint, options)
+    megatron = as_mcore(_with_vocab(checkpoint, options), family=options.family, allow_unrepresentable=options.allow_unrepresentable)
+    ready = prepared(checkpoint, megatron, options)
+    state, told, details = lay_out(checkpoint, ready, _target_dtypes(ready.view, options.dtype), options, weights=False)
+    optimizer = {} if ready.optimizer is None else ready.optimizer.tensors
+    files = len(laid.files)
+    both = TargetLayout(
+        (*laid.files, *state.files),
+        (*laid.placements, *(replace(p, file=p.file + files) for p in state.placements)),
+        (*laid.copies, *state.copies),
+    )
+    merged = replace(view, tensors={**view.tensors, **optimizer}, keep_dtype=view.keep_dtype | optimizer.keys())
+    dtypes |= {} if ready.optimizer is None else ready.optimizer.dtypes
+    notes += [n for n in told if n not in notes]
+    return _finish(checkpoint, merged, both, dtypes, notes, options, {**details, "format": "split"})
+
+
+def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, TargetLayout, dict[str, str], list[Note]]:
     template = find_template(checkpoint, options)
     if checkpoint.format == "hf":
         view = as_hf(checkpoint, family=options.family)
@@ -125,8 +161,7 @@ def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         metadata=template.metadata,
         copies=side_copies(template),
     )
-    notes += [*template.notes, *cut_notes(view), *_dropped_state(checkpoint)]
-    return _finish(checkpoint, view, layout, dtypes, notes, options, {"format": "hf"})
+    return view, layout, dtypes, [*notes, *template.notes, *cut_notes(view)]
 
 
 def _plan_megatron(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
@@ -240,7 +275,7 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
 
     chosen = replace(options, weights_from="megatron") if options.weights_from == "auto" else options  # planning has compared the copies
     checkpoint, _ = choose_weights(checkpoint, chosen)
-    result = open_checkpoint(written)
+    result, _ = choose_weights(open_checkpoint(written), options)
     if checkpoint.format == "hf":
         if result.format == "hf":
             return compare(checkpoint.tensors, result.tensors, buffer=buffer, threads=threads)
@@ -252,7 +287,7 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     else:
         source = as_mcore(_with_vocab(checkpoint, options), family=options.family)
         made = as_mcore(result, family=options.family, allow_unrepresentable=True)
-        if options.to in ("torch_dist", "torch"):
+        if options.to != "hf":
             source, made = prepared(checkpoint, source, options).view, prepared(result, made, options).view
         rows = int(source.args.get("vocab_size") or source.dims.padded_vocab)
         expected, found = dict(repad(source, rows).tensors), dict(repad(made, rows).tensors)

@@ -45,6 +45,7 @@ def execute(
     resume: bool = False,
     on_progress: Progress | None = None,
     before_commit: Callable[[str], int] | None = None,
+    in_place: bool = False,
 ) -> Result:
     """Make the plan's files under `destination`, which appears only when everything is written and flushed.
 
@@ -52,13 +53,14 @@ def execute(
     resume         take up what an earlier run of the same plan left when it was killed; and when this run is interrupted or the disk is
                    full, leave what it wrote for the next one.
     on_progress    called with the bytes written so far, from worker threads.
+    in_place       the target may be the folder that is read: it is replaced when the new one is complete.
     before_commit  called with the staging folder when all is written; returns the bytes it verified or raises.
     Errors: E406 source changed, E407/E408 target occupied, E409 no space or write error. Nothing is left behind on any error.
     """
     started = time.monotonic()
     target = os.fspath(destination)
     for source in {os.path.dirname(s.path) for s in plan.sources} | {str(plan.source.get("path", ""))} - {""}:
-        if overlaps(source, target):
+        if not in_place and overlaps(source, target):
             raise CkptError("E407", "the target overlaps the source", where=target, found=source, hint="give a DST outside SRC")
     with Staging(target, overwrite=overwrite, resume=resume) as staging:
         tasks = make_tasks(plan.moves, plan.buffer)

@@ -370,6 +370,25 @@ calls nothing. This pickle needs something else to be understood. If you trust i
 Its sizes, as stated inside, go beyond what any checkpoint needs. It is damaged, or made to exhaust the reader's memory.""",
     ),
     # ---- validate and diff
+    # ---- split checkpoints and adapters
+    "E540": Explanation(
+        "no second copy of the weights",
+        """\
+`ckpt slim` takes Megatron's copy of the weights out of an iteration folder when the same weights lie beside it as safetensors.
+Here they are stored once, or in a format that has no iteration folder of its own.""",
+    ),
+    "E541": Explanation(
+        "the safetensors are not a full copy of Megatron's weights",
+        """\
+Some tensors are missing in the safetensors, or were stored in another dtype. Taking Megatron's copy out would lose information, so
+nothing is changed.""",
+    ),
+    "E542": Explanation(
+        "optimizer state whose index ckpt cannot write",
+        """\
+State of the form fully_sharded_model_space (megatron-core 0.8 to 0.15) keeps the shapes of its tensors in a part of .metadata that ckpt
+reads but does not write. `ckpt convert RUN DST --to split` writes the same state by parameter.""",
+    ),
     "E570": Explanation(
         "this is not a tolerance",
         """\

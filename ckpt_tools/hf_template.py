@@ -43,7 +43,7 @@ def find_template(checkpoint: Checkpoint, options: ConvertOptions) -> Template:
     if folder is None:
         folder = kept_hf_folder(checkpoint)
     if folder is None:
-        if options.to == "hf":
+        if options.to in ("hf", "split"):
             return Template(
                 notes=(
                     Note(

@@ -29,9 +29,12 @@ from .vocabulary import divisor, pad_notes, padded_rows, repad
 
 
 def lay_out(
-    checkpoint: Checkpoint, ready: Prepared, dtypes: Mapping[str, str], options: ConvertOptions
+    checkpoint: Checkpoint, ready: Prepared, dtypes: Mapping[str, str], options: ConvertOptions, *, weights: bool = True
 ) -> tuple[TargetLayout, list[Note], dict[str, Any]]:
-    """(files and placements, notes, description) of a Megatron run folder with one iteration; `dtypes` names what each tensor becomes."""
+    """(files and placements, notes, description) of a Megatron run folder with one iteration; `dtypes` names what each tensor becomes.
+
+    weights  False leaves the model's weights and the HF model's files out: they lie beside the iteration.
+    """
     view, optimizer = ready.view, ready.optimizer
     if optimizer is not None:
         dtypes = {**dtypes, **optimizer.dtypes}
@@ -41,8 +44,9 @@ def lay_out(
     kinds = {d for n, d in dtypes.items() if not is_optimizer(n) and n not in view.keep_dtype}
     if len(kinds) == 1:
         args["params_dtype"] = kinds.pop()
+    form = "torch" if legacy else "torch_dist"
     stored = checkpoint_args(
-        args, layout=layout.arguments(), iteration=iteration or 0, ckpt_format=options.to, weights_only=optimizer is None
+        args, layout=layout.arguments(), iteration=iteration or 0, ckpt_format=form, weights_only=optimizer is None
     )
     if optimizer is not None:
         stored |= optimizer.arguments
@@ -64,12 +68,13 @@ def lay_out(
         common["optimizer"] = optimizer.common
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     template = find_template(checkpoint, options)
-    made, copies, carried = carried_files(template, folder)
-    notes = [*template.notes, *carried, *pad_notes(view), *dropped, *_flags(checkpoint, args)]
+    made, copies, carried = carried_files(template, folder) if weights else ([], (), [])
+    notes = [*template.notes, *carried, *dropped]
+    notes += [*pad_notes(view), *_flags(checkpoint, args)] if weights else []
     details: dict[str, Any] = {"format": options.to, "iteration": "release" if iteration is None else iteration}
     gated, layers = is_gated(args), view.dims.layers
     if legacy:
-        random, told = rank_random_states(checkpoint, layout)
+        random, told = rank_random_states(checkpoint, layout, keep=options.rng)
         notes += [*told, *_lost_optimizer(checkpoint, optimizer)]
         laid = layout_legacy(
             {n: t for n, t in view.tensors.items() if not is_optimizer(n)},
@@ -96,10 +101,10 @@ def lay_out(
         if optimizer is not None:
             common["content_metadata"] |= optimizer.content
             notes += optimizer.notes
-        states, told = random_states(checkpoint, layout)
+        states, told = random_states(checkpoint, layout, keep=options.rng)
         notes += [*told, *_lost_optimizer(checkpoint, optimizer)]
         laid = layout_torch_dist(
-            view.tensors,
+            view.tensors if weights else {n: t for n, t in view.tensors.items() if is_optimizer(n)},
             dtypes,
             common=common,
             iteration=iteration,
@@ -109,6 +114,7 @@ def lay_out(
             gated=gated,
             copies=copies,
             records=states,
+            extra_state=weights,
             local_norms=_local_norms(checkpoint, options),
             file_bytes=options.max_shard_size or FILE_BYTES,
         )

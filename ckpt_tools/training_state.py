@@ -40,7 +40,7 @@ def _of_ranks(name: Any) -> bool:
     return str(name).startswith("rerun_state_machine")
 
 
-def random_states(checkpoint: Checkpoint, layout: ParallelLayout) -> tuple[list[tuple[str, bytes]], list[Note]]:
+def random_states(checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool = True) -> tuple[list[tuple[str, bytes]], list[Note]]:
     """(full name, stored record) of the random states that torch_dist can keep, and what is lost.
 
     They belong to ranks: they are kept when tensor and pipeline sizes stay, byte for byte, and dropped otherwise.
@@ -48,6 +48,8 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout) -> tuple[list[
     found = [o for o in checkpoint.objects.values() if o.key == "rng_state"]
     if not found and "rng_state" not in (checkpoint.common or {}):
         return [], []
+    if not keep:
+        return [], [Note("dropped", "rng_state", "random states were left out, as asked")]
     if not found or any(o.grid[:2] != (layout.pp, layout.tp) or o.extent.length > OBJECT_LIMIT for o in found):
         return [], [Note("dropped", "rng_state", _LOST)]
     kept = []
@@ -58,11 +60,15 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout) -> tuple[list[
     return kept, [Note("kept", "rng_state", "random states of all ranks, byte for byte: tp and pp stay")]
 
 
-def rank_random_states(checkpoint: Checkpoint, layout: ParallelLayout) -> tuple[dict[tuple[int, int, int], Any], list[Note]]:
+def rank_random_states(
+    checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool = True
+) -> tuple[dict[tuple[int, int, int], Any], list[Note]]:
     """(tp, pp, ep) -> random state of a rank's file of the legacy format, and what is lost: all of them unless the sizes stay."""
     legacy = checkpoint.details
     if not any(o.key == "rng_state" for o in checkpoint.objects.values()) and "rng_state" not in (checkpoint.common or {}):
         return {}, []
+    if not keep:
+        return {}, [Note("dropped", "rng_state", "random states were left out, as asked")]
     if isinstance(legacy, Legacy) and (legacy.tp, legacy.pp, legacy.ep) == (layout.tp, layout.pp, layout.ep):
         states = {(r.tp, r.pp, r.ep): _with_bytes(r.file.value.get("rng_state"), r.file) for r in legacy.ranks}
         if all(s is not None for s in states.values()):

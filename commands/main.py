@@ -29,6 +29,7 @@ COMMANDS = (
     Entry("diff", "Look", "Whether two checkpoints hold the same model, across formats and layouts; what differs and why"),
     Entry("convert", "Change", "Convert between Hugging Face safetensors and Megatron-Core"),
     Entry("reshard", "Change", "Move a Megatron checkpoint to another parallel layout, optimizer included"),
+    Entry("slim", "Change", "Take weights out of an iteration folder that lie beside it as safetensors too"),
     Entry("families", "Help", "List the model families, and how each was verified"),
     Entry("explain", "Help", "Tell more about the code of an error or a finding, such as E104"),
 )

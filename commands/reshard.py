@@ -16,6 +16,8 @@ from .run_options import (
     FSYNC,
     ITERATION,
     JSON,
+    NO_OPTIM,
+    NO_RNG,
     OVERWRITE,
     PADDED_VOCAB,
     PROGRESS,
@@ -57,6 +59,8 @@ def reshard(
     optimizer: Annotated[
         str, typer.Option("--optimizer", "--optim-format", help="keep, fully_reshardable, non_distributed, or none.")
     ] = "keep",
+    no_optim: NO_OPTIM = False,
+    no_rng: NO_RNG = False,
     divisible_by: DIVISIBLE_BY = None,
     padded_vocab: PADDED_VOCAB = None,
     vocab: VOCAB = None,
@@ -110,7 +114,8 @@ def reshard(
         vocab=vocab,
         spec=spec,
         experts=experts,
-        optimizer=optimizer,
+        optimizer="none" if no_optim else optimizer,
+        rng=not no_rng,
         repair=repair,
         check_crc=check_crc,
         replicas=replicas,

@@ -17,6 +17,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 JSON_LIMIT = 512 * 2**20  # bytes; a real index of 100,000 tensors has about 10 MB
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp", ".npz")
+OTHER_FOLDERS = ("iter_", "checkpoint-", "global_step", "release", "non_persistent")  # of other checkpoints, told by how they begin
 SKIPPED_FOLDERS = {".git", ".cache", "__pycache__", ".huggingface"}
 
 
@@ -192,13 +193,13 @@ def side_files(path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if os.path.isfile(path):
         return (), ()
     for folder, folders, names in os.walk(path, followlinks=False):
-        folders[:] = sorted(d for d in folders if d not in SKIPPED_FOLDERS and not d.startswith(("iter_", "checkpoint-", "global_step")))
+        folders[:] = sorted(d for d in folders if d not in SKIPPED_FOLDERS and not d.startswith(OTHER_FOLDERS))
         for name in sorted(names):
             full = os.path.join(folder, name)
             relative = os.path.relpath(full, path)
             if name.endswith(WEIGHT_SUFFIXES) or name.endswith((".safetensors.index.json", ".bin.index.json")):
                 continue
-            if relative in ("config.json", "latest_checkpointed_iteration.txt"):
+            if relative == "config.json" or name == "latest_checkpointed_iteration.txt":
                 continue
             if not os.path.isfile(full):  # a pipe, a device, a link to nowhere
                 warnings.append(f"{relative}: not a regular file; not copied")

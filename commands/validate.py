@@ -42,6 +42,7 @@ def validate(
     fix: Annotated[bool, typer.Option("--fix", help="Mend what is safe to mend, after showing what would be written.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --fix: do not ask.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="Worker threads of --deep.")] = 2,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress of --deep on a terminal.")] = True,
     format: Annotated[str, typer.Option("--format", help="auto, table, tsv, json, github, junit or md.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
 ) -> int:
@@ -50,12 +51,15 @@ def validate(
     Every finding has a code, a place and a severity. Nothing is unpickled, nothing is changed unless --fix is given.
     """
     from ..validation.mend import apply_mends, plan_mends
-    from ..validation.run import Options, codes_of, run, validate
+    from ..validation.run import Options, codes_of, examine, look_at
+    from .progress import progress as progress_of
     from .validate_report import Style, show, show_mends
 
     style = Style("json" if json else format)
     options = Options(iteration, deep, strict, resume, codes_of(select), codes_of(ignore), family, threads)
-    subject, report = run(source, options)
+    subject = look_at(source, options)
+    with progress_of(subject.nbytes, "reading values", deep and progress) as on_progress:
+        report = examine(subject, options, on_progress)
     mended: tuple[str, ...] = ()
     if fix:
         mends, refused = plan_mends(subject, report)
@@ -63,7 +67,7 @@ def validate(
         if mends and (yes or _agreed()):
             apply_mends(mends)
             mended = tuple(m.path for m in mends)
-            report = validate(source, options)
+            report = examine(look_at(source, options), options)
     show(style, report, mended)
     return DONE if report.valid else NO
 

@@ -87,6 +87,7 @@ MEANINGS: dict[str, str] = {
     "V307": "A safetensors file without any tensor is legal, and rarely what was meant.",
     "V308": """The config counts layers for predicting further tokens and none is stored, as when transformers saved the model: it has
         none then.""",
+    "V309": """A PEFT adapter needs adapter_config.json, and lora_A and lora_B of every module: one without the other does nothing.""",
     "V401": "Shape and config disagree: weights and config are of different models, or a tensor is transposed or cut.",
     "V402": "The sizes in config.json or in the stored arguments contradict each other or lack something.",
     "V403": "Without config.json no program knows how to build the model of these weights.",

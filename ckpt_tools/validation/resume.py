@@ -20,7 +20,7 @@ def no_training_state(subject: Subject) -> Iterator[Problem]:
     """HF weights and releases hold no training state at all."""
     if subject.location is None or _trains(subject) or subject.errors:
         return
-    if subject.resume or subject.location.format != "hf":  # of an HF folder nobody expects more unless asked
+    if subject.resume or subject.location.format not in ("hf", "peft"):  # of an HF folder nobody expects more unless asked
         yield Problem("weights only: training cannot go on from here", subject.directory)
 
 

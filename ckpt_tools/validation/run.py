@@ -7,9 +7,11 @@ report.valid, report.findings
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import CkptError, nearest
+from ..statistics import adding_up
 from .files import problem_of
 from .finding import SEVERITIES, Check, Finding, Problem
 from .holdings import Holdings, holdings
@@ -61,17 +63,24 @@ class Report:
 
 def validate(path: str | os.PathLike[str], options: Options | None = None) -> Report:
     """Run every check that applies. Errors: E105, E106, E107, E901 when there is nothing to validate; E580 for codes that do not exist."""
-    return run(path, options)[1]
-
-
-def run(path: str | os.PathLike[str], options: Options | None = None) -> tuple[Subject, Report]:
-    """As validate; also what was looked at, for plan_mends."""
     options = options or Options()
-    chosen = _chosen(options)
+    return examine(look_at(path, options), options)
+
+
+def look_at(path: str | os.PathLike[str], options: Options) -> Subject:
+    """The checkpoint, its headers and indexes read as far as they can be. Errors as validate."""
+    _chosen(options)
     subject = Subject(
         os.fspath(path), options.iteration, deep=options.deep, resume=options.resume, threads=options.threads, family=options.family
     )
     subject.look_everywhere()
+    return subject
+
+
+def examine(subject: Subject, options: Options, on_progress: Callable[[int], None] | None = None) -> Report:
+    """Run the checks. on_progress gets the bytes of tensors whose values were looked at, of subject.nbytes."""
+    subject.on_progress = adding_up(on_progress)
+    chosen = _chosen(options)
     findings: list[Finding] = []
     checked = []
     for check in chosen:
@@ -83,7 +92,7 @@ def run(path: str | os.PathLike[str], options: Options | None = None) -> tuple[S
         findings.append(_finding(BY_CODE["V199"], lost, options))
     findings.sort(key=lambda f: SEVERITIES.index(f.severity))
     place = subject.location
-    report = Report(
+    return Report(
         subject.given,
         subject.directory,
         place.format if place else None,
@@ -95,7 +104,6 @@ def run(path: str | os.PathLike[str], options: Options | None = None) -> tuple[S
         tuple(c.code for c in CHECKS if c.code not in checked),
         options.strict,
     )
-    return subject, report
 
 
 def _chosen(options: Options) -> list[Check]:
@@ -115,6 +123,9 @@ def _chosen(options: Options) -> list[Check]:
 def _run(check: Check, subject: Subject, options: Options) -> list[Finding]:
     try:
         return [_finding(check, problem, options) for problem in check.function(subject)]
+    except OSError as error:  # a file that went away or cannot be read
+        where = str(error.filename or subject.directory)
+        return [_finding(BY_CODE["V199"], Problem(f"{check.title}: {error.strerror or error}", where), options)]
     except CkptError as error:  # a file that broke while it was read: another check's business, but never silence
         problem = problem_of(error)
         return [
@@ -139,7 +150,9 @@ def _not_opened(subject: Subject) -> Problem | None:
     if place is None:
         return Problem("no checkpoint could be chosen here", subject.given)
     if place.format == "peft":
-        return None
+        return (
+            None if subject.headers else Problem("the adapter's weights could not be opened (only safetensors are read)", place.directory)
+        )
     if place.format == "hf":
         return None if subject.hf is not None else Problem("the weights could not be opened", place.directory)
     return None if subject.state is not None else Problem("the iteration could not be opened", place.directory)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from ..formats.torch_zip import open_torch_file
 from ..inspection.overview import Opened
 from ..location import Location, locate
 from ..optimizer.reading import OptimizerState, read_optimizer
-from ..statistics import Statistics, statistics
+from ..statistics import Statistics, statistics_of
 from ..tensors import TensorMetadata, check_tiling
 from ..tracker import list_folder
 from ..views import View, as_mcore
@@ -58,6 +58,7 @@ class Subject:
         self.given, self.iteration, self.deep, self.resume = given, iteration, deep, resume
         self.threads, self.family = threads, family
         self.errors: list[CkptError] = []
+        self.on_progress: Callable[[int], None] = lambda _: None  # gets the bytes read since its last call, from any thread
         self._statistics: dict[str, dict[str, Statistics]] = {}
 
     def keep(self, error: CkptError) -> None:
@@ -106,8 +107,12 @@ class Subject:
 
     @cached_property
     def shards(self) -> dict[str, str]:
-        """Name -> path of every safetensors file of the model, those that the index names in subfolders included."""
+        """Name -> path of every safetensors file of the model (or adapter), those that the index names in subfolders included."""
         place = self.hf_directory
+        if self.location is not None and self.location.format == "peft":
+            place = self.location.directory
+            if os.path.isdir(place):
+                return {n: os.path.join(place, n) for n in self.names if n.startswith("adapter_model") and n.endswith(".safetensors")}
         if place is None:
             return {}
         if os.path.isfile(place):
@@ -204,6 +209,9 @@ class Subject:
         """The iteration folder (torch_dist, legacy, common.pt) as an opened checkpoint."""
         place = self.location
         if place is None or place.format in ("hf", "peft"):
+            return None
+        if os.path.isfile(place.directory) and place.format == "torch":
+            self.keep(CkptError("E223", "one rank's file by itself is no checkpoint: point at the iteration folder", where=place.directory))
             return None
         if place.format == "torch" and not self._rank_files_open:
             return None
@@ -359,7 +367,16 @@ class Subject:
         return self._read(named)
 
     def _read(self, tensors: Mapping[str, TensorMetadata]) -> dict[str, Statistics]:
-        return dict(statistics(tensors, threads=self.threads)) if tensors else {}
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(max(1, self.threads)) as pool:
+            return dict(zip(tensors, pool.map(lambda t: statistics_of(t, self.on_progress), tensors.values()), strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors whose values --deep looks at."""
+        state = self.optimizer.nbytes if self.optimizer is not None else sum(t.nbytes for n, t in self.located.items() if is_optimizer(n))
+        return sum(t.nbytes for model in self.models for t in model.tensors.values()) + state
 
     def look_everywhere(self) -> None:
         """Compute whatever may meet an error, so that `errors` is complete."""

@@ -64,6 +64,7 @@ CHECKS: tuple[Check, ...] = (
     Check("V306", "error", "keys contradict each other", files.errors("E305")),
     Check("V307", "warning", "a file without tensors", weights.no_tensors),
     Check("V308", "info", "something had to be assumed about the model", weights.assumed),
+    Check("V309", "error", "an adapter is not whole", weights.adapter),
     # ---- V4: shapes and settings
     Check("V401", "error", "a shape is not the model's", weights.shapes),
     Check("V402", "error", "the sizes of the model contradict each other", files.errors("E301", "E302", "E311")),

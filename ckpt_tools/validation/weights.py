@@ -51,6 +51,19 @@ def no_tensors(subject: Subject) -> Iterator[Problem]:
             yield Problem("the file holds no tensor", subject.shards[name])
 
 
+def adapter(subject: Subject) -> Iterator[Problem]:
+    """A PEFT adapter: its config, and both factors of every pair."""
+    if subject.location is None or subject.location.format != "peft" or os.path.isfile(subject.directory):
+        return
+    if "adapter_config.json" not in subject.names:
+        yield Problem("there is no adapter_config.json beside the adapter's weights", subject.directory)
+    held = {n for header in subject.headers.values() for n in header.tensors}
+    for name in sorted(held):
+        for one, other in ((".lora_A.", ".lora_B."), (".lora_B.", ".lora_A.")):
+            if one in name and name.replace(one, other) not in held:
+                yield Problem("one factor of a low-rank pair is missing", subject.directory, name.replace(one, other))
+
+
 def missing(subject: Subject) -> Iterator[Problem]:
     """Tensors that the family of the model needs."""
     for model in subject.models:
@@ -82,7 +95,11 @@ def unknown_family(subject: Subject) -> Iterator[Problem]:
     """Names and shapes that could not be checked."""
     for model in subject.models:
         if model.unknown and not model.errors:
-            yield Problem(f"names and shapes were not checked: {model.unknown}", model.where, expected=f"one of {', '.join(FAMILIES)}")
+            yield Problem(
+                f"names and shapes were not checked: {model.unknown}",
+                model.where,
+                expected=f"one of the {len(FAMILIES)} families that `ckpt families` lists",
+            )
 
 
 def assumed(subject: Subject) -> Iterator[Problem]:

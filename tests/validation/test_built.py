@@ -191,6 +191,18 @@ def without_prediction_layers(tmp_path):
     return tmp_path / "hf"
 
 
+def half_an_adapter(tmp_path):
+    from safetensors.numpy import save_file
+
+    (tmp_path / "adapter").mkdir()
+    save_file(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.ones((4, 8))},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    return tmp_path / "adapter"
+
+
 def vocabulary_cut(tmp_path):
     return run_folder(tmp_path, args=megatron_args(CONFIG, vocab_size=200))
 
@@ -263,6 +275,7 @@ BUILT = {
     "V306": two_keys_for_one_tensor,
     "V307": file_without_tensors,
     "V308": without_prediction_layers,
+    "V309": half_an_adapter,
     "V404": vocabulary_cut,
     "V405": config_of_another_model,
     "V503": router_bias,
@@ -419,3 +432,86 @@ def test_zero_head_rows_and_zero_biases_are_not_held_against_a_model(tmp_path):
     tensors["model.embed_tokens.weight"][90:] = 0  # tokens that were reserved and never used
     write_hf(tmp_path / "hf", tensors=tensors, model_type="qwen2", architectures=["Qwen2ForCausalLM"], attention_bias=None)
     assert codes(tmp_path / "hf", deep=True) == set()
+
+
+def test_what_cannot_be_looked_into_is_never_called_valid(tmp_path):
+    folder = half_an_adapter(tmp_path)
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "V202" in codes(folder)
+    file.rename(folder / "adapter_model.bin")
+    assert codes(folder) == {"V199"}
+    run = ranks(tmp_path, count=1)
+    assert validate(run).valid and codes(run / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt") == {"V231"}
+
+
+@pytest.mark.case("H4")
+@pytest.mark.parametrize(
+    ("ranges", "good"),
+    [
+        ([(0, 8), (4, 12)], False),
+        ([(0, 8), (0, 8)], False),
+        ([(0, 8), (12, 20)], False),
+        ([(8, 0), (8, 16)], False),
+        ([(8, 16), (0, 8)], True),
+    ],
+)
+def test_ranges_must_be_a_partition_in_whatever_order_they_stand(tmp_path, ranges, good):
+    import json
+
+    from safetensors import SafetensorError, safe_open
+
+    table = {f"w{i}": {"dtype": "F32", "shape": [2], "data_offsets": list(r)} for i, r in enumerate(ranges)}
+    raw = json.dumps(table).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(max(max(r) for r in ranges)))
+    assert codes(path) == (set() if good else {"V202"})
+    if not good:
+        with pytest.raises(SafetensorError):
+            safe_open(path, "np")
+
+
+@pytest.mark.case("H6")
+@pytest.mark.parametrize("length", [2**40, 2**64 - 1, 10**6, 0, 1])
+def test_absurd_header_lengths_are_told_without_being_believed(tmp_path, length):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(100))
+    assert codes(path) == {"V201"}
+
+
+@pytest.mark.case("C3")
+def test_layouts_that_pad_the_vocabulary_differently_are_the_same_model(tmp_path):
+    from ckpt_tools.diff.compare import diff
+
+    hf = write_hf(tmp_path / "hf")
+    for rows in (104, 112, 128):
+        tensors = stack(megatron_tensors(hf, CONFIG, rows, pad=1e9), 4)
+        write_torch_dist(tmp_path / str(rows), tensors, megatron_args(CONFIG, padded_vocab_size=rows))
+        assert codes(tmp_path / str(rows), deep=True, info=True) >= {"V608"} and validate(tmp_path / str(rows), Options(deep=True)).valid
+    assert diff(tmp_path / "104", tmp_path / "128").equal and diff(tmp_path / "112", tmp_path / "hf").equal
+
+
+def test_whatever_a_config_or_an_index_says_is_a_finding_or_an_error_and_never_a_crash(tmp_path):
+    import json
+    import random
+
+    from ckpt_tools.diff.compare import diff
+    from ckpt_tools.errors import CkptError
+
+    write_hf(tmp_path / "hf", shards=2)
+    write_hf(tmp_path / "other")
+    strange = [None, True, 0, -1, 10**9, 10**30, 1.5, 1e400, "x", "", [], {}, [1], {"a": 1}, "../x", "a\0b", "\ud800", [[[]]]]
+    chance = random.Random(3)
+    for _ in range(150):
+        path = tmp_path / "hf" / chance.choice(["config.json", "model.safetensors.index.json"])
+        good = path.read_text()
+        value = json.loads(good)
+        table = value["weight_map"] if "weight_map" in value and chance.random() < 0.8 else value
+        table[chance.choice([*table, "new", ""])] = chance.choice(strange)
+        path.write_text(json.dumps(value))
+        validate(tmp_path / "hf", Options(deep=True))
+        try:
+            diff(tmp_path / "hf", tmp_path / "other")
+        except CkptError as error:
+            assert error.code
+        path.write_text(good)

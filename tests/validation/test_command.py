@@ -15,10 +15,17 @@ from conftest import ROOT
 from safetensors import safe_open
 
 from ckpt_tools.validation.mend import apply_mends, plan_mends
-from ckpt_tools.validation.run import Options, run, validate
+from ckpt_tools.validation.run import Options, examine, look_at, validate
 from validation import mutations as m
 
 NAME = "model.norm.weight"
+
+
+def examined(folder):
+    subject = look_at(folder, Options())
+    return subject, examine(subject, Options())
+
+
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -138,7 +145,7 @@ def test_an_index_that_would_hide_a_loss_is_not_made(tmp_path):
     (twin / "model.safetensors.index.json").unlink()
     m.copy_over(FIRST, "model-00003-of-00002.safetensors")(twin)
     for folder in (lost, tensor_gone, unknown, twin):
-        subject, report = run(folder)
+        subject, report = examined(folder)
         mends, refused = plan_mends(subject, report)
         assert not mends and not report.valid and (refused or folder is lost), folder
 
@@ -164,7 +171,7 @@ def test_a_missing_index_is_made_and_a_link_is_replaced_and_not_followed(tmp_pat
     (tmp_path / "blob").write_text(blob)
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model.safetensors.index.json").symlink_to(tmp_path / "blob")
-    subject, report = run(folder)
+    subject, report = examined(folder)
     apply_mends(plan_mends(subject, report)[0])
     assert index_of(folder) == index_of(tmp_path / "good") and (tmp_path / "blob").read_text() == blob
 

@@ -56,8 +56,9 @@ def make_tasks(moves: Iterable[Move], buffer: int) -> list[Task]:
     tasks: list[Task] = []
     for move in moves:
         item = dtype(move.source_dtype).itemsize
-        same = move.source_dtype == move.target_dtype and not move.add
-        if same and len(move.shape) == 1 and move.source_strides[0] == item == move.target_strides[0]:
+        if move.scale is not None:
+            tasks.append(General(move, move.nbytes))
+        elif move.plain and len(move.shape) == 1 and move.source_strides[0] == item == move.target_strides[0]:
             plain.append((move.source, move.source_offset, move.target, move.target_offset, move.shape[0] * item))
         elif move.source_strides[-1] == item and move.target_strides[-1] == dtype(move.target_dtype).itemsize:
             rows.extend(_two_axes(move))
@@ -126,8 +127,8 @@ def _row_groups(moves: Sequence[Move], buffer: int) -> tuple[list[Task], list[tu
     for group in _windows(scatter, by_source=True):
         pitch = group[0].source_strides[0]
         wanted = sum(m.shape[1] * m.source_strides[1] for m in group)
-        if pitch > 4 * wanted or (pitch > buffer and _plain(group[0])):
-            loose.extend(_row_ranges(group)) if _plain(group[0]) else tasks.extend(General(m, m.nbytes) for m in group)
+        if pitch > 4 * wanted or (pitch > buffer and group[0].plain):
+            loose.extend(_row_ranges(group)) if group[0].plain else tasks.extend(General(m, m.nbytes) for m in group)
         else:
             tasks.extend(_cut_rows("scatter", group, pitch))
     for group in _windows(gather, by_source=False):
@@ -135,15 +136,11 @@ def _row_groups(moves: Sequence[Move], buffer: int) -> tuple[list[Task], list[tu
         width = sum(m.shape[1] * m.target_strides[1] for m in group)
         if width == pitch and pitch <= buffer:
             tasks.extend(_cut_rows("gather", group, pitch))
-        elif _plain(group[0]):
+        elif group[0].plain:
             loose.extend(_row_ranges(group))
         else:
             tasks.extend(General(m, m.nbytes) for m in group)
     return tasks, loose
-
-
-def _plain(move: Move) -> bool:
-    return move.source_dtype == move.target_dtype and not move.add
 
 
 def _windows(groups: dict[object, list[Move]], *, by_source: bool) -> Iterator[list[Move]]:

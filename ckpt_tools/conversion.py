@@ -20,8 +20,10 @@ from .megatron_target import has_optimizer, lay_out, prepared
 from .notes import Note
 from .options import ConvertOptions
 from .planning import Plan, build_moves, cast_notes
+from .quantised import dequantised
 from .replicas import check_copies, check_replicas
 from .split import join, places_looked_at
+from .tensors import TensorMetadata
 from .views import View, as_hf, as_mcore
 from .vocabulary import cut_notes, repad
 
@@ -144,8 +146,10 @@ def _plan_split(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
 
 def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, TargetLayout, dict[str, str], list[Note]]:
     template = find_template(checkpoint, options)
+    casts: list[Note] = []
     if checkpoint.format == "hf":
-        view = as_hf(checkpoint, family=options.family)
+        meant, casts = _hf_tensors(checkpoint, options)
+        view = replace(as_hf(checkpoint, family=options.family), tensors=meant)
     else:
         view = as_hf(
             _with_vocab(checkpoint, options), family=options.family, hf_config=template.config, repeated=template.weight_map
@@ -161,7 +165,14 @@ def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, T
         metadata=template.metadata,
         copies=side_copies(template),
     )
-    return view, layout, dtypes, [*notes, *template.notes, *cut_notes(view)]
+    return view, layout, dtypes, [*notes, *template.notes, *casts, *cut_notes(view)]
+
+
+def _hf_tensors(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[dict[str, TensorMetadata], list[Note]]:
+    """What an HF target holds of an HF source: the tensors as they are, or, when a dtype was asked for, dequantised."""
+    if options.dtype is None:
+        return dict(checkpoint.tensors), []
+    return dequantised(checkpoint.tensors, checkpoint.config, checkpoint.location.directory)
 
 
 def _plan_megatron(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
@@ -278,11 +289,13 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     result, _ = choose_weights(open_checkpoint(written), options)
     if checkpoint.format == "hf":
         if result.format == "hf":
-            return compare(checkpoint.tensors, result.tensors, buffer=buffer, threads=threads)
+            return compare(_hf_tensors(checkpoint, options)[0], result.tensors, buffer=buffer, threads=threads)
         found = as_hf(result, family=options.family, hf_config=checkpoint.config).tensors
         taken = as_mcore(checkpoint, family=options.family, allow_unrepresentable=True)
         left_out = {n.subject for n in taken.notes if n.kind == "dropped"}
-        stored = family_names(checkpoint.tensors, taken.family, checkpoint.location.directory) if taken.family else checkpoint.tensors
+        where = checkpoint.location.directory
+        meant, _ = dequantised(checkpoint.tensors, checkpoint.config, where)
+        stored = family_names(meant, taken.family, where) if taken.family else meant
         expected = {n: t for n, t in stored.items() if n not in left_out}
     else:
         source = as_mcore(_with_vocab(checkpoint, options), family=options.family)

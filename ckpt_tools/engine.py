@@ -12,6 +12,7 @@ from .blocks import GAP_BYTES, General, Ranges, RowBlocks, Task
 from .dtypes import dtype
 from .errors import CkptError
 from .planning import Move
+from .quantised import apply_scales
 from .strided import load_block
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Worker:
             for move in moves:
                 item, width = dtype(move.source_dtype).itemsize, move.shape[1]
                 at = move.source_offset - low
-                if move.source_dtype == move.target_dtype and not move.add:
+                if move.plain:
                     out = self._second(count * width * item)[: count * width * item]
                     rows = np.ndarray((count, width * item), np.uint8, buffer=block, offset=at, strides=(task.pitch, 1))
                     np.copyto(np.frombuffer(out, np.uint8).reshape(count, width * item), rows)
@@ -142,7 +143,7 @@ class Worker:
                 self.read(move.source, move.source_offset + row * move.source_strides[0], block)
                 target_item = dtype(move.target_dtype).itemsize
                 place = np.ndarray((count, width * target_item), np.uint8, buffer=out, offset=move.target_offset - low, strides=(pitch, 1))
-                if move.source_dtype == move.target_dtype and not move.add:
+                if move.plain:
                     np.copyto(place, np.ndarray((count, width * item), np.uint8, buffer=block, strides=(move.source_strides[0], 1)))
                 else:
                     values = np.ndarray(
@@ -163,6 +164,8 @@ class Worker:
     def _general(self, task: General) -> None:
         for tile in tiles(task.move, TILE_BYTES):
             values = load_block(partial(self.read, tile.source), tile.source_offset, tile.shape, tile.source_strides, tile.source_dtype)
+            if tile.scale is not None:
+                values = apply_scales(values, tile.scale, partial(self.read, tile.scale.source))
             self._store(tile, self._cast(values, tile))
 
     def _store(self, move: Move, values: memoryview) -> None:
@@ -215,6 +218,7 @@ def tiles(move: Move, limit: int) -> list[Move]:
             shape=(*move.shape[:axis], size, *move.shape[axis + 1 :]),
             source_offset=move.source_offset + start * move.source_strides[axis],
             target_offset=move.target_offset + start * move.target_strides[axis],
+            scale=move.scale and replace(move.scale, origin=tuple(o + start * (i == axis) for i, o in enumerate(move.scale.origin))),
         )
         parts.extend(tiles(part, limit))
     return parts

@@ -11,7 +11,7 @@ from .dtypes import dtype
 from .errors import CkptError
 from .source_files import open_source
 from .strided import load_block
-from .tensors import Shape, TensorMetadata
+from .tensors import Chunk, Shape, TensorMetadata
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,6 +125,8 @@ def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
             if part.decode is not None:
                 from .kernels.casts import cast
 
+                if part.decode.kind == "scale":
+                    block = _times_scales(block, part)
                 block = cast(block, kind, part.decode.value)[0]
             if part.local_shape == shape:  # the box is one stored piece: nothing to put together
                 return block if block.flags.c_contiguous else block.copy()
@@ -136,6 +138,22 @@ def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
         for fd in files.values():
             os.close(fd)
     return np.zeros(shape, kind) if result is None else result
+
+
+def _times_scales(block: np.ndarray, part: Chunk) -> np.ndarray:
+    from .planning import move_of
+    from .quantised import apply_scales
+
+    paths: dict[str, int] = {}
+    scale = move_of(part, "", (), "", lambda path: paths.setdefault(path, len(paths))).scale
+    if scale is None:
+        return block
+    path = list(paths)[scale.source]
+    fd = open_source(path)
+    try:
+        return apply_scales(block, scale, _reader(fd, path))
+    finally:
+        os.close(fd)
 
 
 def _reader(fd: int, path: str) -> Callable[[int, memoryview], None]:

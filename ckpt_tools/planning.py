@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
 from .dtypes import dtype
 from .errors import CkptError
 from .notes import Note
-from .tensors import Shape, TensorMetadata, contiguous_strides
+from .tensors import Chunk, Shape, TensorMetadata, contiguous_strides
 
 PLAN_SCHEMA = "ckpt.plan/1"
 
@@ -47,12 +47,28 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """The scales of a quantised block: where they lie, how many elements have one in common, where the block lies in its tensor.
+
+    source   index into Plan.sources.   offset  byte of the tensor's first scale.   strides  bytes from scale to scale per axis of the move.
+    dtype    of the scales.   block  elements per scale and axis.   origin  of the move's box in the stored tensor.
+    """
+
+    source: int
+    offset: int
+    strides: Shape
+    dtype: str
+    block: Shape
+    origin: Shape
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """One strided block from a source file to a target file.
 
     source, target   indexes into Plan.sources / Plan.targets.      *_offset  byte of element 0.
     shape   elements per axis;  *_strides  bytes per axis;  *_dtype  names; the same dtype on both sides means bytes are moved as they are.
-    add     number added in float32 on the way (0 = none).
+    add     number added in float32 on the way (0 = none).   scale  scales to multiply by in float32 on the way.
     """
 
     source: int
@@ -65,6 +81,12 @@ class Move:
     source_dtype: str
     target_dtype: str
     add: float = 0.0
+    scale: Scale | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the bytes are moved as they are."""
+        return self.source_dtype == self.target_dtype and not self.add and self.scale is None
 
     @property
     def nbytes(self) -> int:
@@ -128,28 +150,9 @@ class MoveBuilder:
                 continue
             if part.extent.strides is None:
                 raise CkptError("E490", f"{tensor.fqn} was planned before its bytes were located")
-            add, stored = 0.0, tensor.dtype
-            if part.decode is not None:
-                if part.decode.kind != "add":
-                    raise CkptError("E490", f"the plan cannot yet carry the decoding {part.decode.kind!r}", where=tensor.fqn)
-                add, stored = part.decode.value, part.decode.stored
             at = sum((a - b) * s for a, b, s in zip(part.global_offset, placement.origin, strides, strict=True))
-            source = self._files.setdefault(part.extent.path, len(self._files))
-            shape, from_strides, to_strides = merge_axes(part.local_shape, part.extent.strides, strides, dtype(stored).itemsize, item)
-            self.moves.append(
-                Move(
-                    source,
-                    part.extent.offset,
-                    placement.file,
-                    placement.offset + at,
-                    shape,
-                    from_strides,
-                    to_strides,
-                    stored,
-                    placement.dtype,
-                    add,
-                )
-            )
+            move = move_of(part, tensor.dtype, strides, placement.dtype, lambda path: self._files.setdefault(path, len(self._files)))
+            self.moves.append(replace(move, target=placement.file, target_offset=placement.offset + at))
         if covered != prod(placement.shape):
             raise CkptError(
                 "E404",
@@ -166,6 +169,29 @@ class MoveBuilder:
             stat = os.stat(path)
             found.append(SourceFile(path, stat.st_size, stat.st_mtime_ns, stat.st_ino))
         return tuple(found)
+
+
+def move_of(part: Chunk, kind: str, strides: Shape, target_dtype: str, source: Callable[[str], int]) -> Move:
+    """The move of a stored chunk of a tensor of dtype `kind` into a box of these strides, at offset 0 of target 0.
+
+    source gives the number of a source file. A chunk with scales keeps its axes, since they say which scale is whose.
+    """
+    extent, decode = part.extent, part.decode
+    if extent is None or extent.strides is None:
+        raise CkptError("E490", "a chunk was planned before its bytes were located")
+    stored = kind if decode is None else decode.stored
+    number = source(extent.path)
+    if decode is not None and decode.kind == "scale":
+        (scales,) = decode.scales
+        if scales.extent is None or scales.extent.strides is None:
+            raise CkptError("E490", "scales were planned before their bytes were located", where=extent.path)
+        where = source(scales.extent.path), scales.extent.offset, scales.extent.strides
+        scale = Scale(*where, decode.scale_dtype, decode.block, decode.origin)
+        return Move(number, extent.offset, 0, 0, part.local_shape, extent.strides, strides, stored, target_dtype, scale=scale)
+    items = dtype(stored).itemsize, dtype(target_dtype).itemsize
+    shape, from_strides, to_strides = merge_axes(part.local_shape, extent.strides, strides, *items)
+    add = 0.0 if decode is None else decode.value
+    return Move(number, extent.offset, 0, 0, shape, from_strides, to_strides, stored, target_dtype, add)
 
 
 def merge_axes(shape: Shape, source: Shape, target: Shape, source_item: int, target_item: int) -> tuple[Shape, Shape, Shape]:
@@ -225,6 +251,7 @@ def to_json(plan: Plan) -> str:
                 m.source_dtype,
                 m.target_dtype,
                 m.add,
+                None if m.scale is None else asdict(m.scale),
             ]
             for m in plan.moves
         ],
@@ -257,4 +284,9 @@ def from_json(text: str) -> Plan:
 
 
 def _move(row: Sequence[Any]) -> Move:
-    return Move(row[0], row[1], row[2], row[3], tuple(row[4]), tuple(row[5]), tuple(row[6]), row[7], row[8], row[9])
+    scale = row[10] if len(row) > 10 else None
+    if scale is not None:
+        scale = Scale(
+            scale["source"], scale["offset"], tuple(scale["strides"]), scale["dtype"], tuple(scale["block"]), tuple(scale["origin"])
+        )
+    return Move(row[0], row[1], row[2], row[3], tuple(row[4]), tuple(row[5]), tuple(row[6]), row[7], row[8], row[9], scale)

@@ -38,11 +38,11 @@ class Extent:
 class Decode:
     """How stored elements become the tensor's elements when it is more than a cast.
 
-    kind     "add" (stored + value, computed in float32), or a dequantisation known to the kernels.
+    kind     "add" (stored + value, computed in float32) or "scale" (stored x the scale of its block, computed in float32).
     value    the number added.
     stored   dtype of the stored bytes.
-    scales   chunks of the tensor holding the scales, in the coordinates of the whole stored tensor; empty when there are none.
-    block    elements per scale and axis.
+    scales   the one chunk of the tensor of scales, whose axes are those of this box; scale_dtype: its dtype.
+    block    elements per scale along each axis of this box.
     origin   offset of this box inside the whole stored tensor (needed to find its scales).
     """
 
@@ -50,8 +50,20 @@ class Decode:
     stored: str
     value: float = 0.0
     scales: tuple[Chunk, ...] = ()
+    scale_dtype: str = ""
     block: Shape = ()
     origin: Shape = ()
+
+    def turned(self, axes: Sequence[int]) -> Decode:
+        """The same for a box whose new axes are the old ones listed, -1 for a new axis of size 1."""
+        if not self.origin:
+            return self
+
+        def pick(values: Shape, new: int) -> Shape:
+            return tuple(new if a < 0 else values[a] for a in axes)
+
+        scales = tuple(c.moved(pick(c.global_offset, 0), axes) for c in self.scales)
+        return replace(self, origin=pick(self.origin, 0), block=pick(self.block, 1), scales=scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +98,7 @@ class Chunk:
         if axes is None:
             return Chunk(offset, self.local_shape, self.extent, self.decode)
         shape = tuple(1 if a < 0 else self.local_shape[a] for a in axes)
-        decode = self.decode
-        if decode is not None and decode.origin:
-            decode = replace(decode, origin=tuple(0 if a < 0 else decode.origin[a] for a in axes))
+        decode = self.decode.turned(axes) if self.decode is not None else None
         extent = self.extent
         if extent is not None:
             if extent.strides is None:

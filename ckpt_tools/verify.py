@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from .blocks import make_tasks
-from .dtypes import dtype
 from .engine import Worker
 from .errors import CkptError
 from .execution import run_tasks
-from .planning import Move, merge_axes
+from .planning import Move, move_of
 from .source_files import allow, open_source
 from .tensors import TensorMetadata
 
@@ -102,22 +102,7 @@ def _pairs(expected: TensorMetadata, found: TensorMetadata, sources: dict[str, i
             if mine.extent is None or mine.extent.strides is None:
                 continue
             covered += 1
-            shape, a, b = merge_axes(
-                part.local_shape, mine.extent.strides, part.extent.strides, dtype(expected.dtype).itemsize, dtype(found.dtype).itemsize
-            )
-            stored = expected.dtype if mine.decode is None else mine.decode.stored
-            add = 0.0 if mine.decode is None else mine.decode.value
-            yield Move(
-                sources.setdefault(mine.extent.path, len(sources)),
-                mine.extent.offset,
-                targets.setdefault(part.extent.path, len(targets)),
-                part.extent.offset,
-                shape,
-                a,
-                b,
-                stored,
-                found.dtype,
-                add,
-            )
+            move = move_of(mine, expected.dtype, part.extent.strides, found.dtype, lambda path: sources.setdefault(path, len(sources)))
+            yield replace(move, target=targets.setdefault(part.extent.path, len(targets)), target_offset=part.extent.offset)
         if not covered and all(chunk.local_shape):
             raise CkptError("E412", f"the result does not hold all of {expected.fqn}", where=expected.fqn)

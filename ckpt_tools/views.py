@@ -21,6 +21,7 @@ from .formats.hf import read_json
 from .hf_layouts import family_names
 from .naming import canonical_tensors
 from .notes import Note
+from .quantised import dequantised, without_quantisation
 from .tensors import Chunk, Shape, TensorMetadata, intersect
 
 if TYPE_CHECKING:
@@ -231,15 +232,17 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
     args, told = args_from_config(config, fam.rules, allow_unrepresentable=allow_unrepresentable)
     notes = [Note("config", "", text) for text in told]
     args["padded_vocab_size"] = padded_vocab or args.get("vocab_size")
-    stored = family_names(checkpoint.tensors, fam, where)
+    tensors, casts = dequantised(checkpoint.tensors, config, where)
+    notes += casts
+    stored = family_names(tensors, fam, where)
     dims = stored_dimensions(args, fam, stored, "hf", notes)
     bound = bind(fam, dims, stored, "hf", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
-    tensors = {}
+    made = {}
     for binding in bound.bindings:
         _check_shapes(binding, dims, "hf", stored, where)
-        tensors[binding.mcore] = _mcore_tensor(binding, dims, stored)
-    return View(checkpoint, "mcore", fam, args, dims, config, tensors, _kept(bound, "mcore"), tuple(notes))
+        made[binding.mcore] = _mcore_tensor(binding, dims, stored)
+    return View(checkpoint, "mcore", fam, args, dims, without_quantisation(config), made, _kept(bound, "mcore"), tuple(notes))
 
 
 def stored_dimensions(args: dict[str, Any], family: Family, present: Collection[str], side: str, notes: list[Note]) -> Dimensions:

@@ -68,7 +68,9 @@ def load(folder: Path, variant: str) -> Any:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**as_llama(written), attn_implementation="eager"))
         model.load_state_dict(REMOTE[config["model_type"]][1](load_file(folder / "model.safetensors"), written), strict=True)
         return model.eval()
-    token = {"pad_token_id": config["pad_token_id"]} if config.get("pad_token_id") is not None else {}  # some classes' default is beyond 509
+    token = (
+        {"pad_token_id": config["pad_token_id"]} if config.get("pad_token_id") is not None else {}
+    )  # some classes' default is beyond 509
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True, **token
     )

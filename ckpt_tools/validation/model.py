@@ -18,6 +18,9 @@ from ..notes import Note
 from ..tensors import Shape, TensorMetadata
 from ..views import stored_dimensions
 
+# What quantised HF weights have beside them (compressed-tensors, FP8 of DeepSeek and others), and what stands in place of a weight.
+SCALES = ("_scale_inv", "_scale", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+PACKED = (".qweight", ".weight_packed", "_blocks", ".absmax", ".weight.absmax", ".quant_state.bitsandbytes__nf4", ".SCB")
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -29,7 +32,7 @@ class Model:
     family, dims, args    None when nothing says them or they contradict each other (then `errors` says so).
     inferred    whether the family was told from tensors, not named by a config or a person.
     missing, unexpected   names against the family;   misshapen   name -> (expected, found);   keep_dtype  names never cast.
-    remarks     what was assumed about the model;
+    quantised   whether config.json says so;   remarks     what was assumed about the model;
     unknown     why names and shapes were not checked; "" when they were.
     """
 
@@ -46,6 +49,7 @@ class Model:
     keep_dtype: frozenset[str] = frozenset()
     unknown: str = ""
     remarks: tuple[str, ...] = ()
+    quantised: bool = False
     errors: tuple[CkptError, ...] = ()
 
     @property
@@ -70,9 +74,12 @@ class Model:
 def model_of_hf(checkpoint: Checkpoint, family: str | None) -> Model:
     """The weights of an HF folder against its config."""
     where, config = checkpoint.location.directory, checkpoint.config
-    plain = Model("hf", where, dict(checkpoint.tensors))
+    plain = Model("hf", where, dict(checkpoint.tensors), quantised=bool(config and config.get("quantization_config")))
     if config is None:
         return replace(plain, unknown="there is no config.json")
+    packed = next((n for n in checkpoint.tensors if n.endswith(PACKED)), None)
+    if packed is not None:
+        return replace(plain, unknown=f"the weights are packed by a quantisation ({packed})")
     try:
         known = family_named(family) if family else family_of_config(config, where)
     except CkptError as error:
@@ -162,4 +169,6 @@ def _against(model: Model) -> Model:
         if template in present:  # a layer that has it: then all must
             missing += names_
     unexpected = [n for n in model.tensors if n not in claimed and reason_to_leave_out(family, dims, n, side) is None]
+    if model.quantised:
+        unexpected = [n for n in unexpected if not n.endswith(SCALES)]
     return replace(model, missing=tuple(missing), unexpected=tuple(unexpected), misshapen=tuple(misshapen), keep_dtype=frozenset(keep))

@@ -194,6 +194,8 @@ def no_config(subject: Subject) -> Iterator[Problem]:
 def mixed_dtypes(subject: Subject) -> Iterator[Problem]:
     """One kind of tensor in several dtypes: layers that were converted differently."""
     for model in subject.models:
+        if model.quantised:
+            continue  # not every layer is
         kinds: dict[str, dict[str, list[str]]] = {}
         for name, tensor in model.tensors.items():
             kinds.setdefault(_DIGITS.sub("*", name), {}).setdefault(tensor.dtype, []).append(name)
@@ -214,6 +216,8 @@ def joined_dtypes(subject: Subject) -> Iterator[Problem]:
     from ..families.family import expand
 
     for model in subject.models:
+        if model.quantised:
+            continue  # not every layer is
         if model.side != "hf" or model.family is None or model.dims is None or model.unknown:
             continue
         for binding in expand(model.family, model.dims):

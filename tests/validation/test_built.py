@@ -515,3 +515,25 @@ def test_whatever_a_config_or_an_index_says_is_a_finding_or_an_error_and_never_a
         except CkptError as error:
             assert error.code
         path.write_text(good)
+
+
+def test_quantised_weights_with_their_scales_are_no_fault(tmp_path):
+    from ml_dtypes import float8_e4m3fn
+    from safetensors.torch import save_file
+
+    made, chance = {}, np.random.default_rng(4)
+    for name, shape in dense_shapes(CONFIG).items():
+        tensor = chance.normal(size=shape).astype(np.float32)
+        made[name] = torch.from_numpy(tensor)
+        if "_proj" in name and ".3." not in name:  # the last layer is left as it is
+            made[name] = torch.from_numpy(tensor.astype(float8_e4m3fn).view(np.uint8)).view(torch.float8_e4m3fn)
+            made[f"{name}_scale_inv"] = torch.ones(1, 1)
+    write_hf(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    save_file(made, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert codes(tmp_path / "hf", deep=True) == set()
+    write_hf(
+        tmp_path / "packed",
+        tensors={"model.layers.0.mlp.up_proj.qweight": np.ones((2, 2), np.int32)},
+        quantization_config={"quant_method": "gptq"},
+    )
+    assert codes(tmp_path / "packed", info=True) >= {"V304"} and "V301" not in codes(tmp_path / "packed")

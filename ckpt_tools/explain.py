@@ -397,6 +397,37 @@ nothing is changed.""",
 State of the form fully_sharded_model_space (megatron-core 0.8 to 0.15) keeps the shapes of its tensors in a part of .metadata that ckpt
 reads but does not write. `ckpt convert RUN DST --to split` writes the same state by parameter.""",
     ),
+    "E543": Explanation(
+        "not a plain LoRA adapter",
+        """\
+ckpt adds adapters of the form weight + alpha / r * B A. DoRA, QALoRA, adapters of fused expert parameters, single trained tokens and
+methods other than LoRA change weights in another way or not at all; PiSSA, OLoRA, CorDA and LoftQ belong to a base that was changed
+before training. PEFT itself can merge those.""",
+    ),
+    "E544": Explanation(
+        "the adapter contradicts itself or its base",
+        """\
+A factor is missing, holds NaN, or has another rank than adapter_config.json says, or the product has another shape than the weight.
+A wrong rank means a wrong scale, so nothing is guessed.""",
+    ),
+    "E545": Explanation(
+        "the adapter changes a module that the base does not have",
+        """\
+Every tensor of an adapter must find its place. The adapter belongs to another model, or was trained on a version of the model whose
+modules are called otherwise.""",
+    ),
+    "E546": Explanation(
+        "tied embeddings would come apart",
+        """\
+The model uses one table as embedding and as output layer, and the adapter changes only one of the two uses. Adding it to the shared
+table would change the other use too, which is not what was trained. --untie stores two tables and sets tie_word_embeddings to false.""",
+    ),
+    "E547": Explanation(
+        "the adapter is merged already",
+        """\
+merged_adapters.json beside the base's config lists this adapter (by the hash of its tensors). Adding it again would double its effect.
+Merge into the original base, or give --again if doubling is meant.""",
+    ),
     "E570": Explanation(
         "this is not a tolerance",
         """\

@@ -30,6 +30,7 @@ COMMANDS = (
     Entry("convert", "Change", "Convert between Hugging Face safetensors and Megatron-Core"),
     Entry("reshard", "Change", "Move a Megatron checkpoint to another parallel layout, optimizer included"),
     Entry("slim", "Change", "Take weights out of an iteration folder that lie beside it as safetensors too"),
+    Entry("merge", "Change", "Add a LoRA adapter to the weights it was trained for"),
     Entry("families", "Help", "List the model families, and how each was verified"),
     Entry("explain", "Help", "Tell more about the code of an error or a finding, such as E104"),
 )

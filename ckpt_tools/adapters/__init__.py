@@ -1,0 +1,1 @@
+"""Low-rank adapters: reading them, and adding them to the weights they were trained for."""

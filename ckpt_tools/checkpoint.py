@@ -128,6 +128,11 @@ def open_location(location: Location) -> Checkpoint:
         file, _ = torch_dist_format.open_common(location.directory, {})
         common = None if file is None else torch_dist_format.common_value(file)
         return Checkpoint(location, "state", {}, None, common, warnings=location.warnings)
+    if location.format == "peft" and os.path.isdir(location.directory):
+        from .adapters.peft import read_adapter
+
+        _, tensors = read_adapter(location.directory)
+        return Checkpoint(location, "peft", tensors, warnings=location.warnings)
     raise CkptError("E221", f"ckpt cannot read the format {location.format!r} yet", where=location.directory, expected="hf, torch_dist")
 
 

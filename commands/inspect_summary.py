@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..adapters.facts import AdapterFacts
 from ..inspection.overview import Inspection, Share
 from ..inspection.tensors import span
 from .output import human_bytes, sanitize
@@ -18,6 +19,7 @@ FORMAT_NAMES = {
     "torch_dist": "torch_dist (Megatron-Core distributed)",
     "torch_dcp": "torch_dcp (plain torch.distributed.checkpoint)",
     "torch": "torch (Megatron legacy, one file per rank)",
+    "peft": "PEFT adapter",
     "state": "Megatron state (common.pt) beside safetensors weights",
 }
 _USUAL = {"vpp": 1, "cp": 1, "ep": 1, "etp": 1}  # not worth showing
@@ -64,6 +66,7 @@ def document(found: Inspection) -> dict[str, Any]:
         "progress": _finite(found.rest.progress),
         "extra_state": found.extra_state,
         "tree": [plain_fields(k) | {"numbers": span(k.numbers), "parameters": k.parameters, "bytes": k.nbytes} for k in found.kinds],
+        "adapter": None if found.adapter is None else plain_fields(found.adapter),
         "warnings": list(found.warnings),
     }
 
@@ -125,17 +128,29 @@ def _facts(found: Inspection) -> Iterator[tuple[str, list[str]]]:
     yield "also there", _others(found)
     yield "written by", _written_by(found)
     yield ("layout" if found.writer.layout else "files"), [_layout(found)]
-    yield "model", _model(found)
+    if found.adapter is not None:
+        yield "adapter", _adapter(found.adapter)
+    else:
+        yield "model", _model(found)
     yield "weights", _weights(found)
     if found.copies:
         stored = " and ".join(f"as {_short_name(c.format)} in {c.directory} ({human_bytes(c.nbytes)})" for c in found.copies)
         yield "stored twice", [f"{stored}: {human_bytes(found.wasted_bytes)} wasted; the copies were not compared"]
-    if found.format != "hf":
+    if found.format not in ("hf", "peft"):
         yield "optimizer", _optimizer(found)
         yield "random states", [_random(found)]
         yield "scheduler", [_scheduler(found.rest.scheduler)]
         yield "progress", [_progress(found.rest.progress)]
         yield "extra state", [f"{found.extra_state} _extra_state entries, which are not weights" if found.extra_state else ""]
+
+
+def _adapter(facts: AdapterFacts) -> list[str]:
+    scale = "" if facts.r is None or facts.alpha is None else f", scale alpha / {'sqrt(r)' if facts.rslora else 'r'}"
+    lines = [f"{facts.method}, r {facts.r}, alpha {facts.alpha}{scale}", f"changes {facts.modules} modules: {', '.join(facts.targets)}"]
+    if facts.saved:
+        lines.append(f"stores {len(facts.saved)} tensors whole: {', '.join(facts.saved[:4])}{', ...' if len(facts.saved) > 4 else ''}")
+    lines.append(f"for {facts.base}" if facts.base else "")
+    return [*lines, f"ckpt merge refuses it: {facts.not_plain}" if facts.not_plain else ""]
 
 
 def _short_name(format: str) -> str:

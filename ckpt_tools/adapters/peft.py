@@ -125,6 +125,12 @@ def open_adapter(directory: str) -> Adapter:
     return Adapter(directory, config, tensors, pairs, saved)
 
 
+def module_of(name: str) -> str | None:
+    """The module whose factor a stored tensor is; None when it is no factor."""
+    factor = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
+    return factor["module"] if factor else None
+
+
 def refuse_other_kinds(config: Mapping[str, Any], names: Iterable[str], directory: str) -> None:
     """CkptError E543 unless the adapter is LoRA whose product is simply added to the weights."""
     kind = config.get("peft_type")

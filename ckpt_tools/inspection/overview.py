@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..adapters.facts import AdapterFacts, adapter_facts
 from ..checkpoint import EXTRA_STATE, Checkpoint, open_location
 from ..dtypes import DTYPES
 from ..errors import CkptError
@@ -53,7 +54,7 @@ class Opened:
 
     def of_weights(self) -> tuple[dict[str, TensorMetadata], bool]:
         """(weights, whether they have HF names)."""
-        return self.model.weights, self.model.format == "hf"
+        return self.model.weights, self.model.format in ("hf", "peft")
 
     def of_optimizer(self) -> dict[str, TensorMetadata]:
         """Optimizer state."""
@@ -86,7 +87,7 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """What the headers tell. copies: both copies of weights stored twice (else empty), with wasted_bytes = the smaller; extra_state:
-    helper entries that are no weights; kinds: the tensors folded over layers."""
+    helper entries that are no weights; kinds: the tensors folded over layers; adapter: what a PEFT folder changes, else None."""
 
     location: Location
     format: str
@@ -100,6 +101,7 @@ class Inspection:
     extra_state: int
     kinds: tuple[Kind, ...]
     warnings: tuple[str, ...]
+    adapter: AdapterFacts | None = None
 
 
 def open_for_inspection(path: str | os.PathLike[str], iteration: str | int = "latest") -> Opened:
@@ -185,6 +187,7 @@ def _inspect(opened: Opened) -> Inspection:
         _extra_states(state),
         kinds,
         tuple(dict.fromkeys(warnings)),
+        adapter_facts(state.location.directory, weights) if state.format == "peft" else None,
     )
 
 

@@ -225,3 +225,16 @@ def test_factors_that_are_not_numbers_are_refused(base, tmp_path):
     save_file(tensors, path)
     said = ckpt("merge", base, tmp_path / "adapter", tmp_path / "out")
     assert said.returncode == 2 and "NaN" in said.stderr and list(tmp_path.glob("*out*")) == []
+
+
+def test_inspect_says_what_an_adapter_changes_and_what_merge_would_refuse(base, tmp_path):
+    trained(base, tmp_path / "adapter", **ADAPTERS["saved tables"])
+    done = ckpt("inspect", tmp_path / "adapter", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["format"] == "peft" and found["adapter"]["targets"] == ["o_proj"] and found["adapter"]["modules"] == 2
+    assert (found["adapter"]["r"], found["adapter"]["alpha"], found["adapter"]["not_plain"]) == (2, 2, None)
+    assert len(found["adapter"]["saved"]) == 2
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
+    assert "DoRA" in ckpt("inspect", tmp_path / "adapter", "--format", "table").stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         signal.signal(signal.SIGTERM, _terminate)
+        gc.set_threshold(200_000, 20, 100)  # a plan is millions of objects and no cycles: looking for them took half of the planning
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is shown, not fatal

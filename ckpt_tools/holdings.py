@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .errors import CkptError
-from .layout import ParallelLayout, expand_pipeline, expert_of, is_expert, layer_of, rank_box
+from .layout import ParallelLayout, expand_pipeline, expert_count, expert_of, is_expert, layer_of, rank_box
 from .memory.names import Rank, ranks
+from .model_names import EMBEDDING, HEAD
 from .tensors import Shape, TensorMetadata
 
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 Stage = tuple[int, int]  # pipeline stage, virtual stage
 
 
@@ -75,11 +75,6 @@ def holdings(layout: ParallelLayout, tensors: Mapping[str, TensorMetadata], stru
                 seen.add((name, boxes))
         result[rank] = tuple(held)
     return result
-
-
-def expert_count(names: Iterable[str]) -> int:
-    """Number of routed experts of a layer."""
-    return 1 + max((e for e in map(expert_of, names) if e is not None), default=-1)
 
 
 def stage_names(layout: ParallelLayout, names: Iterable[str], structure: Structure) -> dict[Stage, list[tuple[str, str]]]:

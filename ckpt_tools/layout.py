@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,3 +234,19 @@ def expert_of(name: str) -> int | None:
     """Global expert number of a canonical name, or None."""
     match = re.search(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$", name)
     return int(match[1]) if match else None
+
+
+def expert_count(names: Iterable[str]) -> int:
+    """Number of routed experts of a layer."""
+    return 1 + max((e for e in map(expert_of, names) if e is not None), default=-1)
+
+
+def first_layers(counts: Mapping[tuple[int, int], int], pp: int) -> dict[tuple[int, int], int]:
+    """First global layer of each (pipeline stage, virtual stage) from how many layers each holds: activations pass virtual stage 0 of
+    all pipeline stages, then virtual stage 1."""
+    offsets, total = {}, 0
+    for chunk in range(1 + max((c for _, c in counts), default=0)):
+        for stage in range(pp):
+            offsets[stage, chunk] = total
+            total += counts.get((stage, chunk), 0)
+    return offsets

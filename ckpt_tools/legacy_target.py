@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .checkpoint import Checkpoint, is_optimizer
+from .checkpoint import Checkpoint
 from .errors import CkptError
-from .families.megatron_args import is_gated
 from .formats.torch_legacy import Legacy
 from .formats.torch_legacy_writer import RankState
 from .layout import ParallelLayout
+from .memory.names import Rank
+from .model_names import GROUPED, SEQUENTIAL, TE_GROUPED
 from .optimizer.entries import OptimizerEntries
 from .optimizer.legacy_entries import DISTRIBUTED, INDEXED, rank_optimizer
-from .optimizer.order import GROUPED, SEQUENTIAL, TE_GROUPED, Model, Place, rank_parameters
+from .optimizer.order import rank_parameters
+from .optimizer.reading import model_of
 from .options import ConvertOptions
 from .views import View
 
@@ -47,12 +49,11 @@ def rank_states(
     view: View, entries: OptimizerEntries, layout: ParallelLayout, spec: str, experts: str, args: Mapping[str, Any]
 ) -> RankState:
     """What each rank's file of the legacy format holds of the optimizer."""
-    weights = {n: t for n, t in view.tensors.items() if not is_optimizer(n)}
-    model = Model(weights, layout, is_gated(view.args), view.dims.tied, view.dims.layers)
+    model = model_of(view, layout)
     form = DISTRIBUTED if entries.arguments.get("use_distributed_optimizer") else INDEXED
 
     def state(tp: int, pp: int, ep: int, etp: int) -> tuple[Any, Any]:
-        chunks = rank_parameters(model, Place(tp, pp, ep, etp), spec, experts)
+        chunks = rank_parameters(model, Rank(tp, pp, ep, etp), spec, experts)
         made = rank_optimizer(entries, chunks, layout, form, args=args, first_stage=pp == 0)
         return made.optimizer, made.distrib
 

@@ -15,7 +15,7 @@ from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
 from .formats.torch_legacy import Legacy
 from .formats.torch_legacy_writer import layout_legacy
 from .hf_template import carried_files, find_template
-from .holdings import expert_count
+from .layout import expert_count
 from .legacy_target import layer_spec, rank_states, spec_args
 from .naming import homogeneous
 from .notes import Note

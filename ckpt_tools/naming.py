@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .errors import CkptError
+from .model_names import EXPERT
 from .tensors import Chunk, Shape, TensorMetadata
 
 _OPTIMIZER = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.)(?P<key>.+)")
@@ -158,7 +159,6 @@ def norm_name(name: str, tensors: Mapping[str, TensorMetadata]) -> str:
 
 
 _CANONICAL_LAYER = re.compile(r"^(?P<stack>decoder\.layers\.)(?P<layer>\d+)\.(?P<rest>.+)$")
-_CANONICAL_EXPERT = re.compile(r"^(?P<head>.*mlp\.experts\.)(?P<tail>linear_fc[12]\.(?:weight|bias))(?P<expert>\d+)$")
 
 
 def stored_key(name: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
@@ -169,7 +169,7 @@ def stored_key(name: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
     layer = _CANONICAL_LAYER.match(key)
     if layer and stacked:
         key, index = layer["stack"] + layer["rest"], (int(layer["layer"]),)
-    expert = _CANONICAL_EXPERT.match(key)
+    expert = EXPERT.match(key)
     if expert:
         key, index = f"{expert['head']}experts.{expert['tail']}", (*index, int(expert["expert"]))
     return prefix + key, index

@@ -10,8 +10,8 @@ from .conversion import plan_conversion
 from .errors import CkptError
 from .formats.torch_legacy import Legacy
 from .layout import ParallelLayout
+from .layout_args import source_layout
 from .notes import Note
-from .optimizer.order import source_layout
 from .options import ConvertOptions
 from .planning import Plan
 

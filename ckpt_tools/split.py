@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint, is_optimizer
 from .errors import CkptError
 from .formats.pickles import Namespace
 from .formats.torch_dist import Locator
+from .model_names import EMBEDDING
 from .naming import local_spec_key
 from .tensors import Chunk, Decode, TensorMetadata
 from .views import as_mcore
@@ -66,7 +67,7 @@ def _local_spec(state: Checkpoint) -> bool:
 
 def _padded_rows(state: Checkpoint) -> int | None:
     for name, tensor in state.tensors.items():
-        if is_optimizer(name) and name.endswith("embedding.word_embeddings.weight") and len(tensor.global_shape) == 2:
+        if is_optimizer(name) and name.endswith(EMBEDDING) and len(tensor.global_shape) == 2:
             return tensor.global_shape[0]
     rows = (state.args or {}).get("padded_vocab_size")
     return rows if isinstance(rows, int) and rows > 0 else None

@@ -134,6 +134,15 @@ class TensorMetadata:
         """Bytes of the whole tensor in its dtype."""
         return self.numel * dtype(self.dtype).bits // 8
 
+    def with_rows(self, kept: int, rows: int) -> TensorMetadata:
+        """The tensor with `rows` rows: its first `kept` (fewer when it has fewer), zeros after them."""
+        rest = self.global_shape[1:]
+        kept = min(kept, rows, self.global_shape[0])
+        chunks = list(self.region((0,) * (1 + len(rest)), (kept, *rest)))
+        if rows > kept:
+            chunks.append(Chunk((kept, *(0,) * len(rest)), (rows - kept, *rest), None))
+        return TensorMetadata(self.fqn, self.dtype, (rows, *rest), tuple(chunks))
+
     def region(self, offset: Shape, shape: Shape) -> Iterator[Chunk]:
         """The parts of the chunks that lie in the box (offset, shape)."""
         for chunk in self.chunks:

@@ -19,6 +19,7 @@ from .families.dimensions import Dimensions, dimensions
 from .families.family import Binding, Bound, Family, bind, copies, expand
 from .formats.hf import read_json
 from .hf_layouts import family_names
+from .model_names import EMBEDDING
 from .naming import canonical_tensors
 from .notes import Note
 from .quantised import dequantised, without_quantisation
@@ -209,7 +210,7 @@ def _kept_family(checkpoint: Checkpoint) -> Family | None:
 
 
 def _rows(tensors: Mapping[str, TensorMetadata], args: Mapping[str, Any]) -> Any:
-    embedding = tensors.get("embedding.word_embeddings.weight")
+    embedding = tensors.get(EMBEDDING)
     return embedding.global_shape[0] if embedding else args.get("padded_vocab_size")
 
 
@@ -219,7 +220,7 @@ def _true_vocab(args: dict[str, Any], notes: list[Note], where: str) -> None:
         notes.append(
             Note(
                 "assumed",
-                "embedding.word_embeddings.weight",
+                EMBEDDING,
                 f"the checkpoint does not say how many of its {args['vocab_size']} vocabulary rows are padding: "
                 "all were kept (give --hf-config or --vocab-size)",
             )

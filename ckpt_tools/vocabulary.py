@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from .errors import CkptError
 from .families.config import padded_vocab
+from .model_names import EMBEDDING, HEAD, TABLES
 from .notes import Note
 from .options import ConvertOptions
-from .tensors import Chunk, TensorMetadata
 from .views import View
-
-TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")  # and their optimizer state
 
 
 def divisor(view: View, options: ConvertOptions) -> int:
@@ -38,20 +36,15 @@ def repad(view: View, rows: int) -> View:
     vocab = int(view.args.get("vocab_size") or view.dims.padded_vocab)
     tensors = dict(view.tensors)
     for name, tensor in view.tensors.items():
-        if not name.endswith(TABLES) or tensor.global_shape[0] == rows:
-            continue
-        rest = tensor.global_shape[1:]
-        chunks = list(tensor.region((0,) * (1 + len(rest)), (min(vocab, tensor.global_shape[0]), *rest)))
-        if rows > vocab:
-            chunks.append(Chunk((vocab, *(0,) * len(rest)), (rows - vocab, *rest), None))
-        tensors[name] = TensorMetadata(name, tensor.dtype, (rows, *rest), tuple(chunks))
+        if name.endswith(TABLES) and tensor.global_shape[0] != rows:  # the tables and their optimizer state
+            tensors[name] = tensor.with_rows(vocab, rows)
     return replace(view, tensors=tensors, args={**view.args, "padded_vocab_size": rows})
 
 
 def pad_notes(view: View) -> list[Note]:
     """The zero rows that were added."""
     vocab, rows = int(view.args.get("vocab_size") or 0), int(view.args["padded_vocab_size"])
-    names = [n for n in view.tensors if n in ("embedding.word_embeddings.weight", "output_layer.weight")]
+    names = [n for n in view.tensors if n in (EMBEDDING, HEAD)]
     return [Note("padded", ", ".join(names), f"{rows - vocab} zero rows after {vocab}")] if rows > vocab else []
 
 

@@ -19,14 +19,12 @@ from ..families.family import Family, copies, expand, reason_to_leave_out
 from ..families.megatron_args import effective_args
 from ..hf_layouts import family_names
 from ..inspection.overview import Opened
+from ..model_names import EMBEDDING, HEAD, TABLES
 from ..naming import canonical_tensors
 from ..notes import Note
 from ..tensors import TensorMetadata
 from ..views import hf_tensors, stored_dimensions
-from ..vocabulary import TABLES
 from .reading import same_bits
-
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +131,7 @@ def _megatron(opened: Opened, family: str | None) -> Named:
 
 
 def _rows(tensors: Mapping[str, TensorMetadata]) -> int | None:
-    table = tensors.get(EMBEDDING) or tensors.get("output_layer.weight")
+    table = tensors.get(EMBEDDING) or tensors.get(HEAD)
     return table.global_shape[0] if table is not None and table.global_shape else None
 
 

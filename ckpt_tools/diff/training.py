@@ -9,8 +9,8 @@ from ..errors import CkptError
 from ..formats.pickles import TensorSpec
 from ..inspection.overview import Opened
 from ..notes import Note
-from ..optimizer.reading import read_optimizer, repad_state
-from ..optimizer.state import OptimizerState, scalar
+from ..optimizer.reading import read_optimizer
+from ..optimizer.state import OptimizerState, repad_state, scalar
 from ..tensors import TensorMetadata
 from ..views import as_mcore
 from .result import Unlike

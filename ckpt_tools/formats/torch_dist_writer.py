@@ -12,7 +12,7 @@ from typing import Any
 
 from ..dtypes import dtype
 from ..errors import CkptError
-from ..layout import ParallelLayout, expert_of, is_expert, layer_of, rank_boxes
+from ..layout import ParallelLayout, expert_count, expert_of, is_expert, layer_of, rank_boxes
 from ..naming import local_spec_key, stored_key
 from ..planning import Copied, Placement, TargetFile
 from ..tensors import Shape, TensorMetadata
@@ -70,7 +70,7 @@ def layout_torch_dist(
     pieces: dict[str, list[tuple[Shape, Shape, str, int, int]]] = {}
     shapes: dict[str, tuple[str, Shape]] = {}
     placements: list[Placement] = []
-    experts = 1 + max((e for e in map(expert_of, tensors) if e is not None), default=-1)
+    experts = expert_count(tensors)
     latent = any("self_attention.linear_kv_down_proj." in name for name in tensors)
     stage_of = {layer: stage for (stage, _), held in layout.stages(layers).items() for layer in held}
     for name, tensor in tensors.items():

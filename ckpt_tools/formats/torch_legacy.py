@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CkptError
+from ..model_names import GROUPED, SEQUENTIAL, TE_GROUPED
 from ..naming import norm_name, unify_norms
 from ..tensors import TensorMetadata
-from .torch_legacy_parts import GROUPED, SEQUENTIAL, TE_GROUPED, Part, Replica, assemble, layer_offsets, rank_parts
+from .torch_legacy_parts import Part, Replica, assemble, layer_offsets, rank_parts
 from .torch_legacy_ranks import FILE_NAME, Rank, folder_name, model_chunks, rank_folders, ranks_of, sizes_of
 from .torch_zip import open_torch_file
 
-__all__ = ["FILE_NAME", "GROUPED", "SEQUENTIAL", "TE_GROUPED", "Legacy", "Rank", "Replica", "folder_name", "open_legacy"]
+__all__ = ["FILE_NAME", "Legacy", "Rank", "Replica", "folder_name", "open_legacy"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,11 @@ from typing import Any
 
 from ..dtypes import dtype
 from ..errors import CkptError
-from ..layout import cut_of, is_expert
+from ..layout import cut_of, first_layers, is_expert
+from ..model_names import EMBEDDING, GROUPED, HEAD, LAYER, RANK_EXPERT, SEQUENTIAL, TE_GROUPED, bare_name
 from ..tensors import Chunk, Extent, Shape, TensorMetadata
 from .pickles import TensorRef
-from .torch_legacy_ranks import Rank, Sizes, clean, model_chunks
-
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-TE_GROUPED, SEQUENTIAL, GROUPED = "te_grouped", "sequential", "grouped"  # TEGroupedMLP, SequentialMLP, GroupedMLP
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(
-    r"^(?P<head>.*mlp\.experts\.)(?:local_experts\.(?P<seq>\d+)\.(?P<tail>linear_fc[12]\.(?:weight|bias))"
-    r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<number>\d+))$"
-)
+from .torch_legacy_ranks import Rank, Sizes, model_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +45,29 @@ def layer_offsets(ranks: Sequence[Rank], sizes: Sizes, directory: str) -> dict[t
     counts: dict[tuple[int, int], int] = {}
     for rank in ranks:
         for chunk, tensors in model_chunks(rank.file):
-            local = {int(m[1]) for n in tensors if (m := _LAYER.match(clean(n)))}
+            local = {int(m[1]) for n in tensors if (m := LAYER.match(bare_name(n)))}
             count = len(local)
             if local != set(range(count)) or counts.setdefault((rank.pp, chunk), count) != count:
                 raise CkptError(
                     "E224", "the ranks of one pipeline stage hold different layers", where=rank.file.path, found=f"{sorted(local)}"
                 )
-    offsets, total = {}, 0
-    for chunk in range(1 + max((c for _, c in counts), default=0)):
-        for stage in range(sizes.pp):
-            offsets[stage, chunk] = total
-            total += counts.get((stage, chunk), 0)
+    total = sum(counts.values())
     if sizes.layers is not None and total != sizes.layers:
         raise CkptError(
             "E224", "the stages do not hold as many layers as the args say", where=directory, expected=f"{sizes.layers}", found=f"{total}"
         )
-    return offsets
+    return first_layers(counts, sizes.pp)
 
 
 def rank_parts(rank: Rank, tensors: Mapping[str, Any], first_layer: int, sizes: Sizes) -> Iterator[tuple[Part, str | None]]:
     """The parts in one model chunk of a rank, and for experts the form in which they are stored; helper entries are passed over."""
     for stored, ref in tensors.items():
-        name = clean(stored)
+        name = bare_name(stored)
         if not isinstance(ref, TensorRef) or name.endswith("_extra_state"):
             continue
-        layer = _LAYER.match(name)
+        layer = LAYER.match(name)
         if layer:
             name = f"decoder.layers.{int(layer[1]) + first_layer}.{name[layer.end() :]}"
-        if name.startswith("mtp."):
-            name = name.replace(".mtp_model_layer.", ".transformer_layer.")
         start, strides = rank.file.extent(ref)
         length = sum((n - 1) * s for n, s in zip(ref.shape, strides, strict=True)) + dtype(ref.dtype).itemsize
         whole = Part(name, ref.dtype, ref.shape, Extent(rank.file.path, start, length, strides), rank)
@@ -101,7 +88,7 @@ def _experts(part: Part, sizes: Sizes) -> Iterator[tuple[Part, str]]:
         )
     local = sizes.experts // sizes.ep
     base = part.rank.ep * local
-    match = _EXPERT.match(part.name)
+    match = RANK_EXPERT.match(part.name)
     if match:
         number = int(match["seq"] or match["number"])
         if number >= local:

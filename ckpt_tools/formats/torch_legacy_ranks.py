@@ -9,9 +9,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import CkptError
+from ..layout_args import positive
+from ..model_names import bare_name
 from .pickles import TensorRef
 from .torch_zip import TorchFile
 
@@ -84,24 +87,14 @@ def model_chunks(file: TorchFile) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield number, chunk
 
 
-def clean(name: str) -> str:
-    """A parameter's name without the `module.` of wrappers."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
-
-
 def sizes_of(files: Mapping[str, TorchFile], directory: str) -> Sizes:
     """Sizes of layout and model from the args of the first file, or from names and shapes where there are none. files: folder -> file."""
     first = next(iter(files.values()))
-    names = {clean(n): v for _, chunk in model_chunks(first) for n, v in chunk.items()}
+    names = {bare_name(n): v for _, chunk in model_chunks(first) for n, v in chunk.items()}
     args = first.value.get("args")
     known: Mapping[str, Any] = args if isinstance(args, dict) else {}
 
-    def number(name: str) -> int | None:
-        value = known.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
+    number = partial(positive, known)
     tp = number("tensor_model_parallel_size") or number("model_parallel_size")
     pp, ep = number("pipeline_model_parallel_size"), number("expert_model_parallel_size")
     if tp is None or (pp is None and ep is None):

@@ -7,7 +7,6 @@ moe/experts.py (0.8 to 0.19).
 from __future__ import annotations
 
 import math
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,16 @@ from typing import Any
 
 from ..dtypes import dtype
 from ..errors import CkptError
-from ..holdings import HEAD, Held, Structure, expert_count, holdings
-from ..layout import ParallelLayout, expert_of
+from ..holdings import Held, Structure, holdings
+from ..layout import ParallelLayout, expert_count, expert_of
 from ..memory.names import Rank
+from ..model_names import EXPERT, GROUPED, HEAD, SEQUENTIAL, TE_GROUPED
 from ..optimizer.order import registration_key
 from ..planning import Copied, Placement, TargetFile
 from ..tensors import Shape, TensorMetadata
 from . import torch_zip_writer
 from .hf_writer import TargetLayout
 from .pickles import TensorSpec
-from .torch_legacy_parts import GROUPED, SEQUENTIAL, TE_GROUPED
 from .torch_legacy_ranks import FILE_NAME, folder_name
 
 # (tp, pp, ep, etp) -> the `optimizer` value of that rank's file, and the content of its distrib_optim.pt or None
@@ -186,14 +185,11 @@ def _placements(hole: Any, start: int, file: int, path: str) -> Iterator[Placeme
         yield Placement(fill.name, fill.offset, fill.shape, file, start + fill.start, hole.dtype, fill.strides)
 
 
-_EXPERT = re.compile(r"^(.*mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)$")
-
-
 def _spelled(local: str, spec: str, form: str) -> str:
     """The local name as the spec spells norms and the form experts."""
-    expert = _EXPERT.match(local)
+    expert = EXPERT.match(local)
     if expert:
-        return f"{expert[1]}local_experts.{expert[3]}.{expert[2]}" if form == SEQUENTIAL else local
+        return f"{expert['head']}local_experts.{expert['expert']}.{expert['tail']}" if form == SEQUENTIAL else local
     if spec == "te":
         return local
     local = local.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")

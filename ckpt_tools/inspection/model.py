@@ -8,11 +8,9 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..errors import CkptError
+from ..model_names import EMBEDDING, TABLES
 from ..naming import parse_key
 from ..tensors import TensorMetadata
-
-EMBEDDING = "embedding.word_embeddings.weight"
-VOCABULARY = (EMBEDDING, "output_layer.weight", "output_layer.bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +173,7 @@ def _measured(weights: Mapping[str, TensorMetadata]) -> dict[str, int | None]:
 def _padding(vocab: Any, weights: Mapping[str, TensorMetadata]) -> int:
     if not isinstance(vocab, int) or isinstance(vocab, bool) or vocab <= 0:
         return 0
-    found = [t for n, t in weights.items() if n in VOCABULARY and t.global_shape]
+    found = [t for n, t in weights.items() if n in TABLES and t.global_shape]
     return sum(t.numel // t.global_shape[0] * (t.global_shape[0] - vocab) for t in found if t.global_shape[0] > vocab)
 
 

@@ -9,11 +9,10 @@ from math import prod
 from ..dtypes import dtype
 from ..errors import CkptError
 from ..layout import ParallelLayout, cut_of, expert_of, is_expert, layer_of, rank_boxes
+from ..model_names import EMBEDDING, HEAD
 from ..planning import Move, merge_axes
 from ..tensors import Chunk, Extent, Shape, TensorMetadata, contiguous_strides, tiling_error
 from .names import FORMS, Held, Rank, Stages, experts_by_mixture, held, layer_count, ranks, renumbered, shown, split_chunk, stages
-
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ def _global(name: str, expert: int | None, rank: Rank, placed: Stages, options: 
             )
         name = renumbered(name, layer=found[chunk][layer])
     name = renumbered(name, expert=expert)
-    return EMBEDDING if options.tied and name == OUTPUT else name
+    return EMBEDDING if options.tied and name == HEAD else name
 
 
 def _add(index: _Sources, number: int, name: str, rank: Rank, layout: ParallelLayout, part: _Part, options: Options) -> None:
@@ -291,7 +290,7 @@ def _stages_of(name: str, placed: Stages, tensors: Mapping[str, TensorMetadata],
         if any(n.startswith("mtp.") for n in tensors):
             yield *placed.last, name
         if options.tied:
-            yield *placed.last, OUTPUT
+            yield *placed.last, HEAD
 
 
 def _moves(tensor: TensorMetadata, origin: Shape, box: Shape, target: int, offset: int, strides: Shape) -> Iterator[Move]:

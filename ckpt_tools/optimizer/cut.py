@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CkptError
+from ..memory.names import Rank
 from ..tensors import Chunk, TensorMetadata, check_tiling
 from .buckets import ALIGN, Buckets, Item, default_bucket_size, end_divisor, fit, recompute
 from .flat import Flat
-from .order import Parameter, Piece, Place
+from .order import Parameter, Piece
 
 QUANTIZED = "uint8"  # what Megatron calls the dtype of FP8 parameters in buffers
 
@@ -39,7 +40,7 @@ class RankBuffers:
     """The buffers of one optimizer on one rank, and the parameters they hold: one list per model chunk, in registration order."""
 
     name: str
-    place: Place
+    place: Rank
     chunks: Sequence[Sequence[Parameter]]
     buffers: Sequence[Buffer]
     dp: int

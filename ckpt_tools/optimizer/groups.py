@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CkptError
+from ..model_names import EMBEDDING, HEAD
 from ..notes import Note
 
 # Megatron finds a group by these keys (0.16: optimizer.py param_group_identifier_keys); a group that lacks one has the neutral value.
@@ -126,7 +127,7 @@ def group_number(
 ) -> int:
     """Position of the group that a parameter belongs to. CkptError E227 when no group, or more than one, can be it."""
     undecay = undecayed(name, axes, args)
-    embedding = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    embedding = name in (EMBEDDING, HEAD)
     fitting = [i for i, g in enumerate(groups) if bool(g.get("is_expert_parallel", False)) == expert_parallel]
     if any(groups[i].get("is_decoupled_lr") for i in fitting):
         fitting = [i for i in fitting if bool(groups[i].get("is_decoupled_lr", False)) == embedding]

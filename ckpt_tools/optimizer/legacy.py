@@ -18,18 +18,17 @@ from ..errors import CkptError
 from ..formats.pickles import TensorRef
 from ..formats.torch_legacy import Legacy
 from ..formats.torch_zip import TorchFile, open_torch_file
+from ..layout import expert_count, first_layers
+from ..memory.names import Rank
+from ..model_names import EMBEDDING, HEAD, LAYER, RANK_EXPERT, SEQUENTIAL, bare_name
 from ..notes import Note
 from ..tensors import Extent, Shape, TensorMetadata
 from .cut import BucketOptions, Cut, RankBuffers, add_matched, match
 from .flat import make_flat
 from .groups import Steps, group_number, merge_groups
 from .order import (
-    EMBEDDING,
-    HEAD,
-    SEQUENTIAL,
     Model,
     Parameter,
-    Place,
     grouped_parameters,
     is_parameter,
     local_parameter,
@@ -47,7 +46,7 @@ class LegacyRank:
     """One rank's optimizer: its place; per model chunk the (local name, local shape) of the model's entries in registration order;
     the `optimizer` value of its file, that file, and the opened distrib_optim.pt beside it (None: not the distributed optimizer)."""
 
-    place: Place
+    place: Rank
     chunks: Sequence[Names]
     optimizer: Any
     file: TorchFile
@@ -66,7 +65,7 @@ def legacy_ranks(checkpoint: Checkpoint) -> list[LegacyRank]:
         keys = sorted((k for k in state if re.fullmatch(r"model\d*", k)), key=lambda k: int(k[5:] or 0))
         chunks = [[(n, v.shape) for n, v in state[k].items() if isinstance(v, TensorRef)] for k in keys]
         distrib = open_torch_file(path) if os.path.exists(path) else None
-        result.append(LegacyRank(Place(rank.tp, rank.pp, rank.ep, rank.etp), chunks, state.get("optimizer"), rank.file, distrib))
+        result.append(LegacyRank(Rank(rank.tp, rank.pp, rank.ep, rank.etp), chunks, state.get("optimizer"), rank.file, distrib))
     return result
 
 
@@ -136,12 +135,17 @@ def _add_ranks(
     cut: Cut, ranks: Sequence[LegacyRank], model: Model, args: Mapping[str, Any], options: BucketOptions, spec: str | None
 ) -> None:
     distributed = any(rank.distrib is not None for rank in ranks)
-    counts = _layer_offsets(ranks, model.layout.pp)
-    seen: set[tuple[int, Place]] = set()
+    counts = {
+        (rank.place.pp, number): len({m[1] for name, _ in names if (m := LAYER.match(bare_name(name)))})
+        for rank in ranks
+        for number, names in enumerate(rank.chunks)
+    }
+    starts = first_layers(counts, model.layout.pp)
+    seen: set[tuple[int, Rank]] = set()
     for rank in ranks:
         chunks = []
         for number, names in enumerate(rank.chunks):
-            chunk = list(named_parameters(model, rank.place, names, counts[rank.place.pp, number], rank.file.path))
+            chunk = list(named_parameters(model, rank.place, names, starts[rank.place.pp, number], rank.file.path))
             if spec is not None:
                 chunk.sort(key=lambda p: registration_key(p.name, spec, SEQUENTIAL))
             chunks.append(chunk)
@@ -156,12 +160,12 @@ def _add_rank(
     args: Mapping[str, Any],
     options: BucketOptions,
     distributed: bool,
-    seen: set[tuple[int, Place]],
+    seen: set[tuple[int, Rank]],
 ) -> None:
     chain = list(entries(rank.distrib.value if distributed and rank.distrib else rank.optimizer))
     for number, entry in chain:
         for_experts = len(chain) > 1 and number == len(chain) - 1
-        place = Place(0, rank.place.pp, rank.place.ep, rank.place.etp) if for_experts else Place(rank.place.tp, rank.place.pp, 0, 0)
+        place = Rank(0, rank.place.pp, rank.place.ep, rank.place.etp) if for_experts else Rank(rank.place.tp, rank.place.pp, 0, 0)
         if entry is None or (number, place) in seen:
             continue
         seen.add((number, place))
@@ -182,47 +186,19 @@ def _add_rank(
 # ---- names
 
 
-_LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_LOCAL_EXPERT = re.compile(
-    r"^(?P<head>.*mlp\.experts\.)(?:local_experts\.(?P<seq>\d+)\.(?P<tail>linear_fc[12]\.(?:weight|bias))"
-    r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<number>\d+))$"
-)
-
-
-def _clean(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name.replace(".mtp_model_layer.", ".transformer_layer.") if name.startswith("mtp.") else name
-
-
-def _layer_offsets(ranks: Sequence[LegacyRank], pp: int) -> dict[tuple[int, int], int]:
-    """First global layer of each (pipeline stage, virtual stage)."""
-    counts = {
-        (rank.place.pp, number): len({m[1] for name, _ in names if (m := _LOCAL_LAYER.match(_clean(name)))})
-        for rank in ranks
-        for number, names in enumerate(rank.chunks)
-    }
-    offsets, total = {}, 0
-    for number in range(1 + max((v for _, v in counts), default=0)):
-        for stage in range(pp):
-            offsets[stage, number] = total
-            total += counts.get((stage, number), 0)
-    return offsets
-
-
-def named_parameters(model: Model, place: Place, names: Names, first_layer: int, where: str) -> Iterator[Parameter]:
+def named_parameters(model: Model, place: Rank, names: Names, first_layer: int, where: str) -> Iterator[Parameter]:
     """The parameters of one model chunk, in the order of `names` (local names with local layer and expert numbers, local shapes).
 
     CkptError E226 for a name or a local shape that does not belong to the model.
     """
-    local = model.expert_count // model.layout.ep
+    local = expert_count(model.tensors) // model.layout.ep
     base = place.ep * local
     doubled = model.layout.pp > 1 and (model.tied or any(n.startswith("mtp.") for n in model.tensors))
     for stored, shape in names:
-        name = _clean(stored)
+        name = bare_name(stored)
         if not is_parameter(name):
             continue
-        layer = _LOCAL_LAYER.match(name)
+        layer = LAYER.match(name)
         if layer:
             name = f"decoder.layers.{int(layer[1]) + first_layer}.{name[layer.end() :]}"
         if name.endswith((".mlp.experts.weight1", ".mlp.experts.weight2")):
@@ -235,7 +211,7 @@ def named_parameters(model: Model, place: Place, names: Names, first_layer: int,
             ]
             found = grouped_parameters(parts)[0]
         else:
-            expert = _LOCAL_EXPERT.match(name)
+            expert = RANK_EXPERT.match(name)
             if expert:
                 name = f"{expert['head']}{expert['tail'] or expert['grouped']}{base + int(expert['seq'] or expert['number'])}"
             tensor = _known(model, name, stored, where)

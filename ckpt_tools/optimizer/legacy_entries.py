@@ -36,9 +36,6 @@ class Fill:
     strides: Shape
 
 
-Holes = tuple[Fill, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class RankOptimizer:
     """`optimizer`: the value for model_optim_rng.pt; `distrib`: the content of distrib_optim.pt, or None when there is no such file.

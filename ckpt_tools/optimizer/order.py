@@ -8,20 +8,16 @@ Transformer Engine module/layernorm_linear.py, grouped_linear.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from ..errors import CkptError
-from ..formats.pickles import Record
-from ..layout import ParallelLayout, cut_of, expert_of, is_expert, layer_of, rank_boxes
+from ..holdings import Structure, stage_names
+from ..layout import ParallelLayout, cut_of, expert_count, expert_of, is_expert, rank_boxes
+from ..memory.names import Rank
+from ..model_names import EMBEDDING, GROUPED, HEAD, SEQUENTIAL
 from ..tensors import Shape, TensorMetadata
-
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-GROUPED = "grouped"  # experts as two tensors weight1 / weight2, transposed (GroupedMLP, until 0.16)
-TE_GROUPED = "te_grouped"  # linear_fc1.weight0, weight1, ..., then linear_fc2.weight0, ... (TEGroupedMLP)
-SEQUENTIAL = "sequential"  # expert by expert, fc1 then fc2 (SequentialMLP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,55 +48,6 @@ class Parameter:
     expert: bool
     shared: bool
     copy: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank by what it holds: tensor, pipeline, expert and expert-tensor parallel rank."""
-
-    tp: int
-    pp: int
-    ep: int
-    etp: int
-
-
-def source_layout(args: Mapping[str, Any]) -> ParallelLayout:
-    """The layout of the run that wrote the checkpoint, from its stored arguments; sizes that are absent count as 1."""
-
-    def size(name: str, default: int = 1) -> int:
-        value = args.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
-
-    def optional(name: str) -> int | None:
-        value = args.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-    tp, pp, cp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size"), size("context_parallel_size")
-    world = optional("world_size")
-    dp = optional("data_parallel_size") or (max(1, world // (tp * pp * cp)) if world else 1)
-    pipeline = args.get("pipeline_model_parallel_layout")
-    if isinstance(pipeline, Record) and isinstance(pipeline.state, dict):
-        pipeline = pipeline.state.get("input_data")
-    if isinstance(pipeline, list) and all(isinstance(stage, list) for stage in pipeline):
-        letters = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-        pipeline = "|".join("".join(letters.get(str(part).lower(), "?") for part in stage) for stage in pipeline)
-    vpp = size("virtual_pipeline_model_parallel_size") if pp > 1 else 1
-    if not isinstance(pipeline, str):
-        pipeline = None
-    return ParallelLayout(
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        ep=size("expert_model_parallel_size"),
-        etp=size("expert_tensor_parallel_size", tp),
-        cp=cp,
-        dp=dp,
-        first_layers=optional("decoder_first_pipeline_num_layers"),
-        last_layers=optional("decoder_last_pipeline_num_layers"),
-        pipeline=pipeline,
-        count_embedding=args.get("account_for_embedding_in_pipeline_split") is True,
-        count_loss=args.get("account_for_loss_in_pipeline_split") is True,
-    )
 
 
 _NOT_PARAMETERS = (".expert_bias", "._extra_state", ".local_tokens_per_expert", ".global_tokens_per_expert", ".ga_steps")
@@ -217,20 +164,20 @@ def registration_key(name: str, spec: str, experts: str) -> tuple[int, ...]:
 
 
 def local_parameter(
-    tensor: TensorMetadata, layout: ParallelLayout, gated: bool, place: Place, *, shared: bool = False, copy: bool = False
+    tensor: TensorMetadata, layout: ParallelLayout, gated: bool, rank: Rank, *, shared: bool = False, copy: bool = False
 ) -> Parameter:
     """What one rank holds of a canonical tensor, cut by tensor parallelism (experts: by expert tensor parallelism)."""
     expert = is_expert(tensor.fqn)
-    size, rank = (layout.expert_tp, place.etp) if expert else (layout.tp, place.tp)
+    size, own = (layout.expert_tp, rank.etp) if expert else (layout.tp, rank.tp)
     whole = cut_of(tensor.fqn, gated) is None
     boxes, at, shape = [], 0, tensor.global_shape
     for holder, offset, box in rank_boxes(tensor.fqn, tensor.global_shape, size, gated):
-        if whole or holder == rank:
+        if whole or holder == own:
             boxes.append(((at, *(0 for _ in box[1:])) if box else (), offset, box))
             at += box[0] if box else 1
             shape = (at, *box[1:]) if box else ()
     piece = Piece(tensor.fqn, 0, shape, False, tuple(boxes))
-    return Parameter(tensor.fqn, (piece,), prod(shape), tensor.dtype, expert, shared, copy or (whole and rank > 0))
+    return Parameter(tensor.fqn, (piece,), prod(shape), tensor.dtype, expert, shared, copy or (whole and own > 0))
 
 
 def grouped_parameters(parameters: list[Parameter]) -> list[Parameter]:
@@ -263,52 +210,30 @@ class Model:
     tied: bool
     layers: int
 
-    @property
-    def expert_count(self) -> int:
-        """Number of routed experts in a layer."""
-        return 1 + max((e for e in map(expert_of, self.tensors) if e is not None), default=-1)
 
-
-def rank_parameters(model: Model, place: Place, spec: str, experts: str) -> list[list[Parameter]]:
-    """Parameters of one rank per model chunk (virtual stage), in registration order."""
+def rank_parameters(model: Model, rank: Rank, spec: str, experts: str) -> list[list[Parameter]]:
+    """Parameters of one rank per model chunk (virtual stage), in registration order. E402 for a name whose stage ckpt does not know."""
     layout = model.layout
-    stages = layout.stages(model.layers)
-    virtual = 1 + max(v for p, v in stages if p == place.pp)
-    per_rank = model.expert_count // layout.ep
+    per_rank = expert_count(model.tensors) // layout.ep
     doubled = layout.pp > 1 and (model.tied or any(n.startswith("mtp.") for n in model.tensors))
+    held = stage_names(layout, filter(is_parameter, model.tensors), Structure(model.layers, model.gated, model.tied))
     chunks: list[list[Parameter]] = []
-    for chunk in range(virtual):
-        held = set(stages[place.pp, chunk])
-        first, last = (place.pp, chunk) == (0, 0), place.pp == layout.pp - 1 and chunk == virtual - 1
+    for stage in sorted(s for s in held if s[0] == rank.pp):
         found: list[Parameter] = []
-        for name in sorted(_names(model, held, first, last), key=lambda n: registration_key(n, spec, experts)):
+        for source, name in sorted(_global(held[stage]), key=lambda pair: registration_key(pair[1], spec, experts)):
             expert = expert_of(name)
-            if expert is not None and expert // per_rank != place.ep:
+            if expert is not None and expert // per_rank != rank.ep:
                 continue
-            source = EMBEDDING if name == HEAD and HEAD not in model.tensors else name
-            shared = doubled and source == EMBEDDING
-            copy = source == EMBEDDING and not first
-            parameter = local_parameter(model.tensors[source], layout, model.gated, place, shared=shared, copy=copy)
+            shared, copy = doubled and source == EMBEDDING, source == EMBEDDING and stage != (0, 0)
+            parameter = local_parameter(model.tensors[source], layout, model.gated, rank, shared=shared, copy=copy)
             found.append(replace(parameter, name=name))
         chunks.append(_merged(found) if experts == GROUPED else found)
     return chunks
 
 
-def _names(model: Model, held: set[int], first: bool, last: bool) -> Iterator[str]:
-    mtp = any(n.startswith("mtp.") for n in model.tensors)
-    for name in model.tensors:
-        if not is_parameter(name):
-            continue
-        if name.startswith("decoder.layers."):
-            if layer_of(name) in held:
-                yield name
-        elif name.startswith("embedding."):
-            if first or (last and mtp):
-                yield name
-        elif last:
-            yield name
-    if last and model.tied and not first and HEAD not in model.tensors and EMBEDDING in model.tensors:
-        yield HEAD
+def _global(names: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """(canonical tensor, its name as a parameter): the same, but for a head that is a copy of the embedding."""
+    return ((name, HEAD if local == HEAD else name) for name, local in names)
 
 
 def _merged(parameters: list[Parameter]) -> list[Parameter]:

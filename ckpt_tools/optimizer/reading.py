@@ -12,11 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, is_optimizer
 from ..errors import CkptError
 from ..families.megatron_args import is_gated
 from ..formats.torch_dist import Locator, TorchDist
 from ..formats.torch_zip import TorchFile, open_torch_file
+from ..layout import ParallelLayout, expert_count
+from ..layout_args import source_layout
+from ..model_names import GROUPED, SEQUENTIAL, TE_GROUPED
 from ..naming import canonical_tensors
 from ..notes import Note
 from ..tensors import TensorMetadata, check_tiling
@@ -25,14 +28,14 @@ from .cut import BucketOptions, cut_buffers
 from .flat import unflatten
 from .groups import Steps, merge_groups
 from .kinds import optimizer_state as described
-from .order import GROUPED, SEQUENTIAL, TE_GROUPED, Model, source_layout
+from .order import Model
 from .sources import Owner, assigned, bucket_buffers, gathered_buffers, optimizers, owned_objects
-from .state import OptimizerState, canonical_state, collect, entries, masters_note, missing_notes, repad_state, with_bytes
+from .state import OptimizerState, canonical_state, collect, entries, masters_note, missing_notes, with_bytes
 
 if TYPE_CHECKING:
     from .repair import Repair
 
-__all__ = ["OptimizerState", "read_optimizer", "repad_state", "repair_optimizer"]
+__all__ = ["OptimizerState", "read_optimizer", "repair_optimizer"]
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[a-z0-9_]+)\.(?P<name>.+)")
 BY_NAME = ("fully_reshardable", "fully_sharded_model_space", "float16", "float32")
@@ -55,7 +58,8 @@ def read_optimizer(
 
         scheduler = (checkpoint.common or {}).get("opt_param_scheduler", (checkpoint.common or {}).get("lr_scheduler"))
         ranks = legacy_ranks(checkpoint)
-        return read_legacy(ranks, model_of(view, args), args, options, scheduler=scheduler, check_values=check_values, where=where)
+        model = model_of(view, source_layout(args))
+        return read_legacy(ranks, model, args, options, scheduler=scheduler, check_values=check_values, where=where)
     if not isinstance(details, TorchDist):
         raise CkptError("E410", f"the optimizer state of the format {checkpoint.format!r} is not read here", where=where)
     kind = described(checkpoint).kind
@@ -109,9 +113,10 @@ def _check_known(name: str, tensor: TensorMetadata, view: View, where: str) -> N
         )
 
 
-def model_of(view: View, layout_args: Mapping[str, Any]) -> Model:
-    """The model as the order of parameters needs it."""
-    return Model(view.tensors, source_layout(layout_args), is_gated(view.args), view.dims.tied, view.dims.layers)
+def model_of(view: View, layout: ParallelLayout) -> Model:
+    """The model of a view, without its optimizer state, on a layout."""
+    weights = {n: t for n, t in view.tensors.items() if not is_optimizer(n)}
+    return Model(weights, layout, is_gated(view.args), view.dims.tied, view.dims.layers)
 
 
 def bucket_options(args: Mapping[str, Any], numel: int, bucket_size: int | None, dp: int | None) -> BucketOptions:
@@ -147,11 +152,11 @@ def _from_buffers(
 ) -> tuple[dict[str, dict[str, TensorMetadata]], list[Note]]:
     where, args = checkpoint.location.directory, checkpoint.args or {}
     found = bucket_buffers(checkpoint) if kind in BUCKETS else gathered_buffers(checkpoint)
-    model = model_of(view, args)
+    model = model_of(view, source_layout(args))
     chain = optimizers(list(found))
     first: CkptError | None = None
     best: tuple[dict[str, dict[str, TensorMetadata]], list[Note]] | None = None
-    for spec, experts in orders(args, bool(model.expert_count)):
+    for spec, experts in orders(args, bool(expert_count(model.tensors))):
         try:
             cut = cut_buffers(assigned(found, model, spec, experts, where, chain), options, view.tensors, where)
         except CkptError as error:
@@ -220,9 +225,9 @@ def repair_optimizer(
     args, where = checkpoint.args or {}, checkpoint.location.directory
     if state.kind != "fully_reshardable":
         raise CkptError("E410", "only state of the form fully_reshardable was ever saved shifted", where=where, found=state.kind)
-    model = model_of(view, args)
+    model = model_of(view, source_layout(args))
     chain = max(1, sum(1 for _ in entries((checkpoint.common or {}).get("optimizer"))))
     options = bucket_options(args, sum(t.numel for t in view.tensors.values()), bucket_size, dp)
     # GroupedMLP's buffers hold experts transposed: single elements would have to be moved, too many to plan
-    found = [order for order in orders(args, bool(model.expert_count)) if order[1] != GROUPED]
+    found = [order for order in orders(args, bool(expert_count(model.tensors))) if order[1] != GROUPED]
     return repair_shifted(state, view.tensors, model, found, options, chain, where)

@@ -15,10 +15,12 @@ from ..errors import CkptError
 from ..formats.pickles import DTypeRef, TensorRef
 from ..formats.torch_dist import Locator, StoredObject, read_object
 from ..formats.torch_zip import TorchFile, open_torch_file
+from ..layout import expert_count
+from ..memory.names import Rank
 from ..tensors import Extent, TensorMetadata
 from .cut import Buffer, RankBuffers
 from .flat import flat_of, make_flat
-from .order import Model, Place, rank_parameters
+from .order import Model, rank_parameters
 
 _GROUP = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 _BUCKET = re.compile(
@@ -172,7 +174,7 @@ def assigned(found: Mapping[Owner, Sequence[Buffer]], model: Model, spec: str, e
     """
     layout = model.layout
     apart = chain > 1
-    if apart and not model.expert_count:
+    if apart and not expert_count(model.tensors):
         raise CkptError(
             "E226", f"{chain} chained optimizers for a model without experts: ckpt does not know which parameters each has", where=where
         )
@@ -204,7 +206,7 @@ def assigned(found: Mapping[Owner, Sequence[Buffer]], model: Model, spec: str, e
     return ranks
 
 
-def _place(group: int, for_experts: bool, tp: int, etp: int, ep: int) -> Place:
+def _place(group: int, for_experts: bool, tp: int, etp: int, ep: int) -> Rank:
     if for_experts:
-        return Place(group % etp, group // (etp * ep), group // etp % ep, group % etp)
-    return Place(group % tp, group // tp, 0, 0)
+        return Rank(group % etp, group // (etp * ep), group // etp % ep, group % etp)
+    return Rank(group % tp, group // tp, 0, 0)

@@ -10,8 +10,9 @@ from typing import Any
 from ..dtypes import dtype
 from ..formats.pickles import NumpyScalar, TensorRef, TensorSpec
 from ..formats.torch_zip import TorchFile
+from ..model_names import TABLES
 from ..notes import Note
-from ..tensors import Chunk, TensorMetadata
+from ..tensors import TensorMetadata
 from .groups import Group, Steps
 from .order import is_parameter
 from .values import compare_masters
@@ -83,18 +84,10 @@ def missing_notes(tensors: Mapping[str, Mapping[str, TensorMetadata]], weights: 
 
 def repad_state(state: OptimizerState, vocab: int, rows: int) -> OptimizerState:
     """The state with vocabulary tables of `rows` rows, the first `vocab` kept and zeros after them, as vocabulary.repad does."""
-    tensors = {s: dict(named) for s, named in state.tensors.items()}
-    for named in tensors.values():
-        for name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
-            tensor = named.get(name)
-            if tensor is None or tensor.global_shape[0] == rows:
-                continue
-            rest = tensor.global_shape[1:]
-            kept = min(vocab, tensor.global_shape[0])
-            chunks = list(tensor.region((0,) * (1 + len(rest)), (kept, *rest)))
-            if rows > kept:
-                chunks.append(Chunk((kept, *(0,) * len(rest)), (rows - kept, *rest), None))
-            named[name] = TensorMetadata(name, tensor.dtype, (rows, *rest), tuple(chunks))
+    tensors = {
+        s: {n: t.with_rows(vocab, rows) if n in TABLES and t.global_shape[0] != rows else t for n, t in named.items()}
+        for s, named in state.tensors.items()
+    }
     return replace(state, tensors=tensors)
 
 

@@ -13,6 +13,7 @@ from ..families.config import args_from_config, infer_family
 from ..families.dimensions import Dimensions, dimensions
 from ..families.family import Family, copies, expand, reason_to_leave_out
 from ..hf_layouts import family_names
+from ..model_names import EMBEDDING, HEAD
 from ..naming import canonical_tensors
 from ..notes import Note
 from ..tensors import Shape, TensorMetadata
@@ -21,8 +22,6 @@ from ..views import stored_dimensions
 # What quantised HF weights have beside them (compressed-tensors, FP8 of DeepSeek and others), and what stands in place of a weight.
 SCALES = ("_scale_inv", "_scale", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 PACKED = (".qweight", ".weight_packed", "_blocks", ".absmax", ".weight.absmax", ".quant_state.bitsandbytes__nf4", ".SCB")
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-
 
 @dataclass(frozen=True, slots=True)
 class Model:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from ..diff.reading import bits, boxes, first_difference, same_bits, samples_agree, width
 from ..lazy import read_box
+from ..model_names import EMBEDDING, HEAD
 from ..optimizer.state import MASTER
 from ..optimizer.values import compare_masters
 from ..tensors import TensorMetadata
 from .finding import Problem
-from .model import EMBEDDING, HEAD, Model
+from .model import Model
 from .subject import Subject
 
 if TYPE_CHECKING:

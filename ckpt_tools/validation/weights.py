@@ -12,8 +12,9 @@ from ..families import FAMILIES
 from ..families.config import args_from_config
 from ..families.config_kinds import same
 from ..formats.torch_legacy import Legacy
+from ..model_names import EMBEDDING, HEAD
 from .finding import Problem
-from .model import EMBEDDING, HEAD, Model
+from .model import Model
 from .subject import Subject
 
 SOME = 20  # tensors told one by one; the rest as a number

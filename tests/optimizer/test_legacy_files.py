@@ -14,9 +14,12 @@ from ckpt_tools.dtypes import dtype
 from ckpt_tools.execution import execute
 from ckpt_tools.formats import torch_zip_writer
 from ckpt_tools.formats.torch_legacy import Legacy
+from ckpt_tools.layout_args import source_layout
+from ckpt_tools.memory.names import Rank
+from ckpt_tools.model_names import GROUPED, SEQUENTIAL
 from ckpt_tools.optimizer.entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, optimizer_entries
 from ckpt_tools.optimizer.legacy_entries import DISTRIBUTED, INDEXED, RankOptimizer, rank_optimizer
-from ckpt_tools.optimizer.order import GROUPED, SEQUENTIAL, Place, rank_parameters, source_layout
+from ckpt_tools.optimizer.order import rank_parameters
 from ckpt_tools.optimizer.reading import model_of, read_optimizer
 from ckpt_tools.planning import Placement, Plan, TargetFile, build_moves
 from ckpt_tools.views import as_mcore
@@ -34,7 +37,7 @@ def written(runs: Runs, name: str, target: Path) -> dict[str, tuple[Any, Any, Pa
     layout = source_layout(args)
     distributed = state.kind == "distrib_optim"
     entries = optimizer_entries(state, FULLY_RESHARDABLE if distributed else NON_DISTRIBUTED, weights=view.tensors, layout=layout)
-    model = model_of(view, args)
+    model = model_of(view, layout)
     files: list[TargetFile] = []
     placements: list[Placement] = []
 
@@ -50,7 +53,7 @@ def written(runs: Runs, name: str, target: Path) -> dict[str, tuple[Any, Any, Pa
     assert isinstance(checkpoint.details, Legacy)
     for rank in checkpoint.details.ranks:
         chunks = rank_parameters(
-            model, Place(rank.tp, rank.pp, rank.ep, rank.etp), "local", GROUPED if JOBS[name].get("grouped") else SEQUENTIAL
+            model, Rank(rank.tp, rank.pp, rank.ep, rank.etp), "local", GROUPED if JOBS[name].get("grouped") else SEQUENTIAL
         )
         made: RankOptimizer = rank_optimizer(
             entries,

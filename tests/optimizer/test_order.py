@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from oracle import launch
 
-from ckpt_tools.optimizer.order import SEQUENTIAL, TE_GROUPED, registration_key
+from ckpt_tools.model_names import SEQUENTIAL, TE_GROUPED
+from ckpt_tools.optimizer.order import registration_key
 
 pytestmark = pytest.mark.oracle
 DENSE: dict[str, Any] = {

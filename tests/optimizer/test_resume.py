@@ -14,8 +14,8 @@ from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.execution import execute
 from ckpt_tools.formats.torch_dist_writer import layout_torch_dist
 from ckpt_tools.layout import ParallelLayout
+from ckpt_tools.layout_args import source_layout
 from ckpt_tools.optimizer.entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, optimizer_entries
-from ckpt_tools.optimizer.order import source_layout
 from ckpt_tools.optimizer.reading import read_optimizer
 from ckpt_tools.planning import Plan, build_moves
 from ckpt_tools.views import as_mcore

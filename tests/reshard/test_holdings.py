@@ -10,8 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.holdings import HEAD, Structure, holdings, stage_names
+from ckpt_tools.holdings import Structure, holdings, stage_names
 from ckpt_tools.layout import ParallelLayout, expand_pipeline
+from ckpt_tools.model_names import HEAD
 from ckpt_tools.tensors import Chunk, TensorMetadata, tiling_error
 
 

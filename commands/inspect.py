@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from .layout_options import EP, ETP, FIRST, LAST, PIPELINE, PP, TP, VPP
 
 EPILOG = """Examples:
 
@@ -15,6 +18,8 @@ EPILOG = """Examples:
   ckpt inspect runs/llama --layers norm         stacked layers taken apart
 
   ckpt inspect hf/ --by dtype                   bytes of each dtype
+
+  ckpt inspect runs/llama --by rank --tp 8 --pp 4   who would hold what at another layout
 
   ckpt inspect hf/ --stats 'model.layers.0.*'   values of these tensors
 
@@ -33,8 +38,19 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List the stored tensors.")] = False,
     layers: Annotated[bool, typer.Option("--layers", help="List every layer and expert, also when they are stored as one tensor.")] = False,
     by: Annotated[
-        str | None, typer.Option("--by", metavar="module|dtype|file", help="Sums by module, dtype or file.", show_default=False)
+        str | None,
+        typer.Option("--by", metavar="module|dtype|file|rank", help="Sums by module, dtype, file or rank.", show_default=False),
     ] = None,
+    layout_map: Annotated[bool, typer.Option("--layout-map", help="Draw which ranks hold which layers and experts.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write that drawing as SVG to this file.", show_default=False)] = None,
+    tp: TP = None,
+    pp: PP = None,
+    vpp: VPP = None,
+    ep: EP = None,
+    etp: ETP = None,
+    first_layers: FIRST = None,
+    last_layers: LAST = None,
+    pipeline_layout: PIPELINE = None,
     stats: Annotated[bool, typer.Option("--stats", help="Read tensors: smallest, largest, mean value, NaNs, infinities, zeros.")] = False,
     args: Annotated[bool, typer.Option("--args", help="List the stored Megatron arguments, or the fields of config.json.")] = False,
     fingerprint: Annotated[
@@ -49,6 +65,7 @@ def inspect(
 
     Says the format, how the iteration was chosen and which others exist, parameters, dtypes, the writer's layout and version,
     the model, and whether the optimizer state can be resharded. No tensor is read except by --stats and --fingerprint.
+    --by rank and --layout-map say who holds what in the layout of the run, or in the one that --tp, --pp, ... describe.
     """
     import gc
 
@@ -57,7 +74,9 @@ def inspect(
     from .output import Output
 
     output = Output("json" if json else format)
-    wanted = Request(pattern, tensors, layers, by, stats, args, fingerprint, threads, progress)
+    sizes: dict[str, int | str | None] = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp}
+    sizes |= {"first_layers": first_layers, "last_layers": last_layers, "pipeline": pipeline_layout}
+    wanted = Request(pattern, tensors, layers, by, stats, args, fingerprint, threads, progress, layout_map, svg, sizes)
     check_views(wanted, output)
     gc.disable()  # a large index is a million objects that stay: looking through them again and again doubles the time
     opened = open_for_inspection(source, iteration)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CkptError
 from ..inspection.overview import Inspection, Opened, arguments, inspect
 from ..inspection.tensors import Entry, Group, entries, group, matches, select
 from ..tensors import TensorMetadata
 from .cells import human
+from .inspect_ranks import layout_map, rank_table, write_svg
 from .inspect_summary import document, flat, people, plain_fields
 from .inspect_tree import tree_lines, tree_rows
-from .output import Bytes, Output, warn
+from .output import Bytes, Output, note, warn
 
-GROUPINGS = ("module", "dtype", "file")
+if TYPE_CHECKING:
+    from ..inspection.ranks import Shares
+
+GROUPINGS = ("module", "dtype", "file", "rank")
 VALUE_LIMIT = 300  # characters of an argument that are shown
 
 
@@ -32,11 +37,16 @@ class Request:
     fingerprint: bool
     threads: int
     progress: bool
+    map: bool
+    svg: Path | None
+    sizes: Mapping[str, Any]  # of a layout, as target_layout takes them; None = the checkpoint's own
 
     @property
     def views(self) -> tuple[str, ...]:
         """The views asked for, in the order in which they are shown; empty = the summary. A pattern alone asks for a listing."""
-        named = (("args", self.args), ("by", self.by is not None), ("stats", self.stats), ("fingerprint", self.fingerprint))
+        drawn = self.map or self.svg is not None
+        named = [("args", self.args), ("by", self.by is not None), ("map", drawn)]
+        named += [("stats", self.stats), ("fingerprint", self.fingerprint)]
         found = [name for name, wanted in named if wanted]
         if (self.tensors or self.layers or (self.pattern and not found)) and "stats" not in found:
             found.insert(0, "tensors")
@@ -47,6 +57,8 @@ def check_views(wanted: Request, output: Output) -> None:
     """CkptError E001 for a request that makes no sense, before anything is opened."""
     if wanted.by is not None and wanted.by not in GROUPINGS:
         raise CkptError("E001", f"tensors cannot be grouped by {wanted.by!r}", expected=", ".join(GROUPINGS))
+    if any(v is not None for v in wanted.sizes.values()) and not (wanted.by == "rank" or "map" in wanted.views):
+        raise CkptError("E001", "a layout is for --by rank, --layout-map and --svg", hint="`ckpt reshard` writes for another layout")
     if output.format == "tsv" and len(wanted.views) > 1:
         raise CkptError("E001", "a TSV answer holds one table", found=", ".join(wanted.views), hint="ask for one of them, or add --json")
 
@@ -124,6 +136,8 @@ def _files(output: Output, names: Sequence[str]) -> str:
 
 def _by(output: Output, wanted: Request, opened: Opened) -> dict[str, Any]:
     how = wanted.by or "module"
+    if how == "rank":
+        return rank_table(output, _shares(wanted, opened))
     groups = [g for tensors, hf in _chosen(wanted, opened) for g in group(tensors, how, hf=hf)]
     if how != "module":
         groups = _joined(groups)
@@ -136,6 +150,25 @@ def _by(output: Output, wanted: Request, opened: Opened) -> dict[str, Any]:
     else:
         _listing(output, (how, what, "elements", "bytes"), ((g.name, g.tensors, g.parameters, Bytes(g.nbytes)) for g in groups))
     return {}
+
+
+def _map(output: Output, wanted: Request, opened: Opened) -> dict[str, Any]:
+    shares = _shares(wanted, opened)
+    if wanted.svg is not None:
+        write_svg(wanted.svg, shares)
+        note(f"drawn in {wanted.svg}")
+    return layout_map(output, shares) if wanted.map or output.is_json else {}
+
+
+def _shares(wanted: Request, opened: Opened) -> Shares:
+    from ..inspection.ranks import rank_shares
+    from .layout_options import target_layout
+
+    own = all(v is None for v in wanted.sizes.values())
+    shares = rank_shares(opened, target_layout(opened.state, **wanted.sizes), as_stored=own, pattern=wanted.pattern)
+    for text in shares.warnings:
+        warn(text)
+    return shares
 
 
 def _joined(groups: Sequence[Group]) -> list[Group]:
@@ -212,4 +245,4 @@ def _fingerprint(output: Output, wanted: Request, opened: Opened) -> dict[str, A
     return {"fingerprint": plain_fields(found)}
 
 
-_VIEWS = {"tensors": _tensors, "args": _args, "by": _by, "stats": _stats, "fingerprint": _fingerprint}
+_VIEWS = {"tensors": _tensors, "args": _args, "by": _by, "map": _map, "stats": _stats, "fingerprint": _fingerprint}

@@ -23,6 +23,7 @@ from ..views import stored_dimensions
 SCALES = ("_scale_inv", "_scale", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 PACKED = (".qweight", ".weight_packed", "_blocks", ".absmax", ".weight.absmax", ".quant_state.bitsandbytes__nf4", ".SCB")
 
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """Weights of one side ("hf" or "mcore") under the names of their family.

@@ -174,7 +174,7 @@ def test_plain_dcp_is_shown_without_common_state(checkpoints: dict[str, Path]) -
     assert answer["parameters"] == 4 and answer["optimizer"]["kind"] == "by_name" and answer["optimizer"]["states"] == ["exp_avg"]
 
 
-@pytest.mark.parametrize("view", [[], ["--tensors"], ["--by", "module"], ["--layers"]])
+@pytest.mark.parametrize("view", [[], ["--tensors"], ["--by", "module"], ["--layers"], ["--by", "rank"], ["--layout-map"]])
 def test_reading_headers_imports_neither_numpy_nor_torch_nor_rich(checkpoints: dict[str, Path], view: list[str]) -> None:
     heavy = {"torch", "numpy", "ml_dtypes", "safetensors", "transformers", "megatron", "rich.table"}
     script = (

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from .adapters.export import adapter_of, plan_peft
 from .checkpoint import Checkpoint, is_optimizer, open_checkpoint, open_location
 from .checksums import check_checksums
 from .dtypes import DTYPES, dtype
@@ -27,7 +28,7 @@ from .tensors import TensorMetadata
 from .views import View, as_hf, as_mcore
 from .vocabulary import cut_notes, repad
 
-FORMATS = ("hf", "torch_dist", "torch", "split")
+FORMATS = ("hf", "torch_dist", "torch", "split", "peft")
 
 
 def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
@@ -37,6 +38,8 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     """
     if options.to not in FORMATS:
         raise CkptError("E410", f"ckpt cannot write the format {options.to!r}", expected=", ".join(FORMATS))
+    if options.to == "peft":
+        return plan_peft(checkpoint, options)
     checkpoint, notes = choose_weights(checkpoint, options)
     if notes:
         made = plan_conversion(checkpoint, options)
@@ -284,6 +287,9 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     """Compare the source with `written` through the inverse mapping; returns the bytes compared. Errors as verify.compare."""
     from .verify import compare
 
+    if options.to == "peft":
+        written_tensors = open_checkpoint(written).tensors
+        return compare(adapter_of(checkpoint, options).tensors, written_tensors, buffer=buffer, threads=threads)
     chosen = replace(options, weights_from="megatron") if options.weights_from == "auto" else options  # planning has compared the copies
     checkpoint, _ = choose_weights(checkpoint, chosen)
     result, _ = choose_weights(open_checkpoint(written), options)

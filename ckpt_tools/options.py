@@ -11,13 +11,13 @@ from .layout import ParallelLayout
 class ConvertOptions:
     """What the target should be like. None means: as the source, or the format's default.
 
-    to "hf" | "torch_dist" | "torch" | "split";  family overrides detection;  hf_config folder or file with the config to follow;
-    dtype of floating tensors;  layer_keys "auto" | "stacked" | "per-layer";  layout ranks to cut for;
-    iteration number to write (None = that of a Megatron source, else `release`);  max_shard_size bytes;
-    divisible_by, padded_vocab, vocab sizes of the vocabulary;  weights_from "auto" | "safetensors" | "megatron" when both are there;
-    spec "te" | "local" names of the legacy format;  experts "te_grouped" | "sequential" | "grouped" how it stores experts;
-    replicas "refuse" | "first" when copies on ranks differ;  rng keep random states;  optimizer "keep" | "none" | a form;
-    repair optimizer state that was saved shifted;  check_crc check the source's checksums;  buffer bytes per thread.
+    to "hf" | "torch_dist" | "torch" | "split" | "peft" (of an adapter); family overrides detection; hf_config folder or file with the
+    config to follow; dtype of floating tensors; layer_keys "auto" | "stacked" | "per-layer"; layout ranks to cut for; iteration number to
+    write (None = that of a Megatron source, else `release`); max_shard_size bytes; divisible_by, padded_vocab, vocab sizes of the
+    vocabulary; weights_from "auto" | "safetensors" | "megatron" when both are there; spec "te" | "local" names of the legacy format;
+    experts "te_grouped" | "sequential" | "grouped" how it stores experts; replicas "refuse" | "first" when copies on ranks differ; rng
+    keep random states; optimizer "keep" | "none" | a form; repair optimizer state that was saved shifted; check_crc check the source's
+    checksums; lora_alpha of a Megatron adapter; buffer bytes per thread.
     """
 
     to: str
@@ -41,4 +41,5 @@ class ConvertOptions:
     check_crc: bool = False
     strip_remote_code: bool = False
     allow_unrepresentable: bool = False
+    lora_alpha: float | None = None
     buffer: int = 256 * 1024

@@ -17,6 +17,7 @@ from .run_options import (
     FSYNC,
     ITERATION,
     JSON,
+    LORA_ALPHA,
     NO_OPTIM,
     NO_RNG,
     OVERWRITE,
@@ -45,7 +46,9 @@ def convert(
         str, typer.Argument(metavar="SRC", help="Run folder, one iteration folder, HF folder or .safetensors file.", show_default=False)
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make; must not exist or be empty.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", help="Format to write: hf, torch_dist, torch (legacy) or split.", show_default=False)],
+    to: Annotated[
+        str, typer.Option("--to", help="Format to write: hf, torch_dist, torch (legacy), split; of an adapter: peft.", show_default=False)
+    ],
     iteration: ITERATION = "latest",
     hf_config: Annotated[
         Path | None,
@@ -75,6 +78,7 @@ def convert(
     experts: EXPERTS = None,
     replicas: REPLICAS = "refuse",
     optimizer: Annotated[str, typer.Option("--optimizer", help="keep, or none to leave optimizer state behind.")] = "keep",
+    lora_alpha: LORA_ALPHA = None,
     no_optim: NO_OPTIM = False,
     no_rng: NO_RNG = False,
     divisible_by: DIVISIBLE_BY = None,
@@ -145,6 +149,7 @@ def convert(
         replicas=replicas,
         optimizer="none" if no_optim else optimizer,
         rng=not no_rng,
+        lora_alpha=lora_alpha,
         repair=repair,
         check_crc=check_crc,
         weights_from=weights_from,

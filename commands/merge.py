@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .run_options import BUFFER, DRY_RUN, FORMAT, FSYNC, ITERATION, JSON, OVERWRITE, PROGRESS, THREADS
+from .run_options import BUFFER, DRY_RUN, FORMAT, FSYNC, ITERATION, JSON, LORA_ALPHA, OVERWRITE, PROGRESS, THREADS
 
 EPILOG = """Examples:
 
@@ -20,7 +20,9 @@ EPILOG = """Examples:
 
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="HF folder or Megatron run the adapter was trained for.", show_default=False)],
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="PEFT adapter folder.", show_default=False)],
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="PEFT adapter folder, or a Megatron run that holds an adapter.", show_default=False)
+    ],
     target: Annotated[str, typer.Argument(metavar="DST", help="HF folder to make; must not exist or be empty.", show_default=False)],
     iteration: ITERATION = "latest",
     hf_config: Annotated[
@@ -29,6 +31,7 @@ def merge(
     ] = None,
     family: Annotated[str | None, typer.Option(help="Model family of a Megatron base, when it cannot be told.", show_default=False)] = None,
     max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", help="Largest file, such as 5GB.", show_default=False)] = None,
+    lora_alpha: LORA_ALPHA = None,
     untie: Annotated[bool, typer.Option("--untie", help="Store tied embeddings apart when the adapter changes one of them.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Merge although the record says that this adapter is merged.")] = False,
     dry_run: DRY_RUN = False,
@@ -58,9 +61,10 @@ def merge(
         family=family,
         hf_config=str(hf_config) if hf_config else None,
         max_shard_size=parse_size(max_shard_size) if max_shard_size else None,
+        lora_alpha=lora_alpha,
         buffer=parse_size(buffer),
     )
-    made = plan_merge(*open_both(base, adapter, iteration), options=options, untie=untie, again=again)
+    made = plan_merge(*open_both(base, adapter, iteration, options), options=options, untie=untie, again=again)
     if dry_run:
         report_plan(output, made.plan, target, "merge", threads=threads)
         return

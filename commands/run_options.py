@@ -38,6 +38,9 @@ VOCAB = Annotated[
 ]
 REPLICAS = Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")]
 CHECK_CRC = Annotated[bool, typer.Option("--check-crc", help="First check the checksums stored in the source.")]
+LORA_ALPHA = Annotated[
+    float | None, typer.Option("--lora-alpha", help="alpha of a Megatron adapter, when its checkpoint does not tell.", show_default=False)
+]
 NO_OPTIM = Annotated[bool, typer.Option("--no-optim", help="Leave optimizer state behind, as Megatron's --no-load-optim.")]
 NO_RNG = Annotated[bool, typer.Option("--no-rng", help="Leave random states behind, as Megatron's --no-load-rng.")]
 REPAIR = Annotated[bool, typer.Option("--repair", help="Put optimizer state right that megatron-core 0.15 to 0.19 saved shifted.")]

@@ -17,6 +17,7 @@ from ..options import ConvertOptions
 from ..planning import Placement, Plan, TargetFile, build_moves
 from ..tensors import TensorMetadata
 from ..views import as_hf
+from .megatron import open_megatron_adapter
 from .peft import Adapter, Pair, open_adapter
 from .record import NAME, merged_into, record_bytes, refuse_second
 
@@ -95,9 +96,17 @@ def plan_merge(base: Checkpoint, adapter: Adapter, *, options: ConvertOptions, u
     return MergePlan(plan, sums)
 
 
-def open_both(base: str, adapter: str, iteration: str = "latest") -> tuple[Checkpoint, Adapter]:
-    """The base and the adapter that a person names."""
-    return open_checkpoint(base, iteration), open_adapter(adapter)
+def open_both(base: str, adapter: str, iteration: str = "latest", options: ConvertOptions | None = None) -> tuple[Checkpoint, Adapter]:
+    """The base, and the adapter: a PEFT folder, or a Megatron checkpoint of one, whose modules the base's config names."""
+    model, changes = open_checkpoint(base, iteration), open_checkpoint(adapter)
+    if changes.format == "peft":
+        return model, open_adapter(changes.location.directory)
+    asked = options or ConvertOptions(to="hf")
+    config = model.config or find_template(model, asked).config
+    if config is None:
+        where = model.location.directory
+        raise CkptError("E306", "the base model's config is needed to name the adapter's modules", where=where, hint="give --hf-config DIR")
+    return model, open_megatron_adapter(changes, config, alpha=asked.lora_alpha, family=asked.family)
 
 
 def _base(

@@ -1,0 +1,188 @@
+"""LoRA adapters in Megatron's modules: fused ones are taken apart for PEFT, or added to the weights as Megatron would add them.
+
+Checkpoints are written by torch's DCP under the names that Megatron-Bridge (LoRA, CanonicalLoRA) and ms-swift give the factors. Judges:
+PEFT loads and applies the exported adapter; and the products are added to Megatron's fused tensors by plain numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+from builders import CONFIG, ckpt, dense_shapes, megatron_args, megatron_tensors, read_hf, same, stack, write_hf, write_torch_dist
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.oracle
+LAYERS, RANK, ALPHA = CONFIG["num_hidden_layers"], 2, 4
+MODULES = {  # module of a layer: rows, columns
+    "self_attention.linear_qkv": (32, 8),
+    "self_attention.linear_proj": (8, 16),
+    "mlp.linear_fc1": (32, 8),
+    "mlp.linear_fc2": (8, 16),
+}
+NAMES = {
+    "bridge": ("adapter.linear_in.weight", "adapter.linear_out.weight"),
+    "swift": ("lora_A.default.weight", "lora_B.default.weight"),
+}
+
+
+def small(shape, seed):
+    """Multiples of 1/8, so that products and sums are exact in float32 whatever their order."""
+    return (np.random.default_rng(seed).integers(-8, 9, shape) / 8).astype(np.float32)
+
+
+def factors(modules=MODULES, rank=RANK):
+    """(layer, module) -> A, B."""
+    return {
+        (layer, module): (small((rank, columns), 10 * layer + i), small((rows, rank), 500 + 10 * layer + i))
+        for layer in range(LAYERS)
+        for i, (module, (rows, columns)) in enumerate(modules.items())
+    }
+
+
+def named(pairs, naming):
+    tensors = {}
+    for (layer, module), pair in pairs.items():
+        for end, factor in zip(NAMES[naming], pair, strict=True):
+            tensors[f"decoder.layers.{layer}.{module}.{end}"] = factor
+    return tensors
+
+
+def arguments(**changes):
+    return argparse.Namespace(**{**vars(megatron_args(CONFIG)), "lora_rank": RANK, "lora_alpha": ALPHA, **changes})
+
+
+@pytest.fixture
+def base(tmp_path):
+    write_hf(tmp_path / "base", tensors={n: small(s, 1000 + i) for i, (n, s) in enumerate(dense_shapes(CONFIG).items())})
+    return tmp_path / "base"
+
+
+def done(*args):
+    finished = ckpt(*args)
+    assert finished.returncode == 0, finished.stderr
+    return finished
+
+
+def added_by_megatron(base, pairs):
+    """Megatron's fused weights with scale * B A added, by numpy."""
+    tensors = megatron_tensors(read_hf(base), CONFIG)
+    for (layer, module), (a, b) in pairs.items():
+        tensors[f"decoder.layers.{layer}.{module}.weight"] = tensors[f"decoder.layers.{layer}.{module}.weight"] + ALPHA / RANK * (b @ a)
+    return tensors
+
+
+@pytest.mark.case("M1")
+@pytest.mark.parametrize("naming", NAMES)
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "per layer"])
+def test_an_adapter_of_fused_modules_becomes_one_that_peft_applies(base, tmp_path, naming, stacked):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    pairs = factors()
+    tensors = named(pairs, naming)
+    write_torch_dist(tmp_path / "run", stack(tensors, LAYERS) if stacked else tensors, arguments())
+    done("convert", tmp_path / "run", tmp_path / "peft", "--to", "peft", "--hf-config", base, "--verify")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "peft").merge_and_unload()
+    merged = {n: t.numpy() for n, t in model.state_dict().items()}
+    assert same(megatron_tensors(merged, CONFIG), added_by_megatron(base, pairs))
+
+
+@pytest.mark.case("M1")
+def test_factors_of_fused_rows_go_to_query_key_and_value_in_megatron_order(base, tmp_path):
+    from safetensors.numpy import load_file
+
+    pairs = factors()
+    write_torch_dist(tmp_path / "run", stack(named(pairs, "bridge"), LAYERS), arguments())
+    done("convert", tmp_path / "run", tmp_path / "peft", "--to", "peft", "--hf-config", base)
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    a, b = pairs[1, "self_attention.linear_qkv"]
+    groups = np.split(b, 2)  # per query group: two query heads, a key head, a value head of four rows each
+    expected = {"q": [g[:8] for g in groups], "k": [g[8:12] for g in groups], "v": [g[12:] for g in groups]}
+    for part, rows in expected.items():
+        name = f"base_model.model.model.layers.1.self_attn.{part}_proj"
+        assert np.array_equal(found[f"{name}.lora_A.weight"], a)
+        assert np.array_equal(found[f"{name}.lora_B.weight"], np.concatenate(rows))
+
+
+@pytest.mark.case("M3")
+@pytest.mark.parametrize("naming", NAMES)
+def test_merge_takes_an_adapter_of_megatron_as_it_is(base, tmp_path, naming):
+    pairs = factors()
+    write_torch_dist(tmp_path / "run", stack(named(pairs, naming), LAYERS), arguments())
+    done("merge", base, tmp_path / "run", tmp_path / "merged")
+    assert same(megatron_tensors(read_hf(tmp_path / "merged"), CONFIG), added_by_megatron(base, pairs))
+    done("convert", base, tmp_path / "model", "--to", "torch_dist")
+    done("merge", tmp_path / "model", tmp_path / "run", tmp_path / "again")
+    assert same(read_hf(tmp_path / "again"), read_hf(tmp_path / "merged"))
+
+
+def test_adapters_that_keep_query_key_value_gate_and_up_apart(base, tmp_path):
+    """CanonicalLoRA: a module may be missing, and each has factors of its own, its rows already in HF order."""
+    from safetensors.numpy import load_file
+
+    rows = {"self_attention.linear_qkv.adapter.adapter_q": 16, "self_attention.linear_qkv.adapter.adapter_v": 8}
+    rows |= {"mlp.linear_fc1.adapter.adapter_gate": 16, "mlp.linear_fc1.adapter.adapter_up": 16}
+    names = ["self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+    tensors = {}
+    for layer in range(LAYERS):
+        for i, (module, size) in enumerate(rows.items()):
+            tensors[f"decoder.layers.{layer}.{module}.linear_in.weight"] = small((RANK, 8), 10 * layer + i)
+            tensors[f"decoder.layers.{layer}.{module}.linear_out.weight"] = small((size, RANK), 700 + 10 * layer + i)
+    folder = write_torch_dist(tmp_path / "run", stack(tensors, LAYERS), megatron_args(CONFIG))
+    (folder / "run_config.yaml").write_text(
+        "model:\n  alpha: 7\npeft:\n  _target_: megatron.bridge.peft.canonical_lora.CanonicalLoRA\n  alpha: 6\n"
+    )
+    done("convert", tmp_path / "run", tmp_path / "peft", "--to", "peft", "--hf-config", base)
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert len(found) == 2 * LAYERS * len(rows)
+    for module, name in zip(rows, names, strict=True):
+        for end, which in (("in", "A"), ("out", "B")):
+            expected = tensors[f"decoder.layers.2.{module}.linear_{end}.weight"]
+            assert np.array_equal(found[f"base_model.model.model.layers.2.{name}.lora_{which}.weight"], expected)
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["lora_alpha"] == 6
+
+
+def test_only_the_modules_that_have_factors_are_targets(base, tmp_path):
+    pairs = {k: v for k, v in factors().items() if k in ((0, "self_attention.linear_proj"), (3, "mlp.linear_fc2"))}
+    write_torch_dist(tmp_path / "run", named(pairs, "bridge"), arguments())
+    done("convert", tmp_path / "run", tmp_path / "peft", "--to", "peft", "--hf-config", base)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["model.layers.0.self_attn.o_proj", "model.layers.3.mlp.down_proj"]
+
+
+@pytest.mark.case("M5")
+def test_what_the_scale_is_must_be_known(base, tmp_path):
+    write_torch_dist(tmp_path / "run", named(factors(), "bridge"), megatron_args(CONFIG))
+    said = ckpt("merge", base, tmp_path / "run", tmp_path / "out")
+    assert said.returncode == 2 and "E544" in said.stderr and "--lora-alpha" in said.stderr
+    done("merge", base, tmp_path / "run", tmp_path / "out", "--lora-alpha", ALPHA)
+    assert same(megatron_tensors(read_hf(tmp_path / "out"), CONFIG), added_by_megatron(base, factors()))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda t: t.pop("decoder.layers.1.mlp.linear_fc2.adapter.linear_out.weight"), "E544"),
+        (lambda t: t.update({"decoder.layers.1.mlp.linear_fc2.adapter.linear_in.weight": small((RANK, 8), 1)}), "E544"),
+        (lambda t: t.update({"decoder.layers.1.mlp.linear_fc2.weight": small((8, 16), 1)}), "E543"),
+        (lambda t: t.update({f"decoder.layers.1.mlp.odd.{e}": small((2, 2), 1) for e in NAMES["bridge"]}), "E545"),
+        (lambda t: t.update({f"decoder.layers.1.mlp.experts.linear_fc1.{e}": small((2, 2), 1) for e in NAMES["bridge"]}), "E543"),
+    ],
+    ids=["half", "width", "weights beside", "unknown module", "experts"],
+)
+def test_what_does_not_fit_is_refused(base, tmp_path, change, code):
+    tensors = named(factors(), "bridge")
+    change(tensors)
+    write_torch_dist(tmp_path / "run", tensors, arguments())
+    said = ckpt("convert", tmp_path / "run", tmp_path / "out", "--to", "peft", "--hf-config", base)
+    assert said.returncode == 2 and code in said.stderr and not (tmp_path / "out").exists(), said.stderr
+
+
+def test_a_checkpoint_without_adapter_is_not_exported_as_one(base, tmp_path):
+    done("convert", base, tmp_path / "run", "--to", "torch_dist")
+    assert "E543" in ckpt("convert", tmp_path / "run", tmp_path / "out", "--to", "peft").stderr

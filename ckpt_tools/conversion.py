@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .adapters.export import adapter_of, plan_peft
+from .adapters.fuse import plan_fused, verify_fused
 from .checkpoint import Checkpoint, is_optimizer, open_checkpoint, open_location
 from .checksums import check_checksums
 from .dtypes import DTYPES, dtype
@@ -40,6 +41,8 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         raise CkptError("E410", f"ckpt cannot write the format {options.to!r}", expected=", ".join(FORMATS))
     if options.to == "peft":
         return plan_peft(checkpoint, options)
+    if checkpoint.format == "peft":
+        return plan_fused(checkpoint, options)
     checkpoint, notes = choose_weights(checkpoint, options)
     if notes:
         made = plan_conversion(checkpoint, options)
@@ -290,6 +293,8 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     if options.to == "peft":
         written_tensors = open_checkpoint(written).tensors
         return compare(adapter_of(checkpoint, options).tensors, written_tensors, buffer=buffer, threads=threads)
+    if checkpoint.format == "peft":
+        return verify_fused(checkpoint, open_checkpoint(written), options, buffer=buffer, threads=threads)
     chosen = replace(options, weights_from="megatron") if options.weights_from == "auto" else options  # planning has compared the copies
     checkpoint, _ = choose_weights(checkpoint, chosen)
     result, _ = choose_weights(open_checkpoint(written), options)

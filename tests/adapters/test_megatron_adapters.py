@@ -186,3 +186,79 @@ def test_what_does_not_fit_is_refused(base, tmp_path, change, code):
 def test_a_checkpoint_without_adapter_is_not_exported_as_one(base, tmp_path):
     done("convert", base, tmp_path / "run", "--to", "torch_dist")
     assert "E543" in ckpt("convert", tmp_path / "run", tmp_path / "out", "--to", "peft").stderr
+
+
+# ---- from PEFT to Megatron -----------------------------------------------------------------------------------------------------------
+
+
+def peft_adapter(base, folder, **config):
+    """An adapter that PEFT saved, with values of its own."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **config))
+    for seed, (name, parameter) in enumerate(model.named_parameters()):
+        if "lora_" in name:
+            parameter.data.copy_(torch.from_numpy(small(tuple(parameter.shape), seed)))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.case("M1")
+def test_an_adapter_of_peft_goes_to_megatron_and_back(base, tmp_path):
+    """PEFT trains a first factor per module, so fused modules keep their parts: nothing is approximated."""
+    from safetensors.numpy import load_file
+
+    peft_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    said = done("convert", tmp_path / "adapter", tmp_path / "run", "--to", "torch_dist", "--hf-config", base, "--verify")
+    assert "CanonicalLoRA" in said.stderr and "verified" in said.stdout
+    done("convert", tmp_path / "run", tmp_path / "back", "--to", "peft")  # the base's config travels along
+    old, new = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("adapter", "back"))
+    assert same(old, new)
+    old, new = (json.loads((tmp_path / f / "adapter_config.json").read_text()) for f in ("adapter", "back"))
+    assert all(old[k] == new[k] for k in ("r", "lora_alpha", "peft_type", "use_rslora")) and set(old["target_modules"]) == set(
+        new["target_modules"]
+    )
+
+
+@pytest.mark.case("M1")
+def test_an_adapter_trained_in_megatron_comes_back_fused_and_megatron_loads_it(base, tmp_path):
+    pytest.importorskip("megatron.core")
+    from builders import read_torch_dist
+    from oracle import launch
+
+    pairs = stack(named(factors(), "bridge"), LAYERS)
+    write_torch_dist(tmp_path / "run", pairs, arguments())
+    done("convert", tmp_path / "run", tmp_path / "peft", "--to", "peft", "--hf-config", base)
+    done("convert", tmp_path / "peft", tmp_path / "back", "--to", "torch_dist", "--hf-config", base, "--as-iteration", "5", "--verify")
+    assert same(read_torch_dist(tmp_path / "back" / "iter_0000005"), pairs)
+    job = {"checkpoint": str(tmp_path / "back" / "iter_0000005"), "output": str(tmp_path / "got")}
+    assert launch.run("load_state_in_mcore", [job], tmp_path) == [None]
+    got = torch.load(tmp_path / "got" / "state.pt", weights_only=False)
+    assert same({n: t.numpy() for n, t in got["tensors"].items()}, pairs)
+    assert (got["common"]["args"].lora_rank, got["common"]["args"].lora_alpha) == (RANK, ALPHA)
+
+
+def test_adapters_of_some_layers_keep_a_key_per_layer(base, tmp_path):
+    from safetensors.numpy import load_file
+
+    peft_adapter(base, tmp_path / "adapter", target_modules=["o_proj", "down_proj"], layers_to_transform=[1, 3])
+    done("convert", tmp_path / "adapter", tmp_path / "run", "--to", "torch_dist", "--hf-config", base)
+    done("convert", tmp_path / "run", tmp_path / "back", "--to", "peft")
+    assert same(*(load_file(tmp_path / f / "adapter_model.safetensors") for f in ("adapter", "back")))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 4}},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "use_dora": True},
+    ],
+    ids=["embedding", "saved", "ranks", "head", "dora"],
+)
+def test_what_adapters_of_megatron_cannot_hold_is_refused(base, tmp_path, config):
+    peft_adapter(base, tmp_path / "adapter", **config)
+    said = ckpt("convert", tmp_path / "adapter", tmp_path / "run", "--to", "torch_dist", "--hf-config", base)
+    assert said.returncode == 2 and "E543" in said.stderr and not (tmp_path / "run").exists()

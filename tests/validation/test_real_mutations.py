@@ -236,3 +236,35 @@ def test_findings_do_not_depend_on_what_else_is_looked_for(shared, tmp_path):
     assert "V301" not in report.checked and report.valid
     subject, report = examined(folder)
     assert json.dumps([f.code for f in report.findings]) and subject.models[0].missing == (Q0,)
+
+
+@pytest.mark.slow
+def test_an_independent_reader_reads_whatever_is_called_valid(shared, tmp_path):
+    """torch with megatron-core's classes reads every checkpoint of the corpus, and every changed one that is not called invalid."""
+    from oracle import launch
+
+    jobs: dict[str, list[dict[str, str]]] = {"0.16.1": [], "0.19.2": []}
+    verdicts = {}
+    folders = [(p.name, p / "mcore") for p in sorted((shared / "real").iterdir())]
+    if not launch.available("0.19.2"):
+        folders = [(name, folder) for name, folder in folders if not name.startswith("mc019")]
+    for name, mutation in MUTATIONS.items():
+        if mutation.source not in ("hf", "shards"):
+            (tmp_path / name.replace(" ", "_")).mkdir()
+            folders.append((name, made(shared, tmp_path / name.replace(" ", "_"), mutation)))
+    for name, folder in folders:
+        report = validate(folder, options(MUTATIONS[name]) if name in MUTATIONS else Options())
+        verdicts[name] = (report.count("error") == 0, report)
+        iteration = report.directory if report.iteration else m.iteration(folder)
+        version = "0.19.2" if name.startswith("mc019") else "0.16.1"  # its common state names enums that 0.16 does not have
+        jobs[version].append({"checkpoint": str(iteration), "output": str(tmp_path / f"{name}.json")})
+    for version, listed in jobs.items():
+        assert launch.run("read_whole", listed, tmp_path, version) == [None] * len(listed)
+    read = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name, _ in folders}
+    for name, (valid, report) in verdicts.items():
+        if valid:
+            assert read[name]["error"] is None, (name, read[name], report.findings)
+            assert read[name]["tensors"] or name not in MUTATIONS
+    unreadable = [n for n, r in read.items() if r["error"]]
+    assert len(unreadable) >= 12 and not [n for n in unreadable if verdicts[n][0]]
+    assert all(verdicts[name][0] for name, _ in folders if name not in MUTATIONS)

@@ -25,6 +25,13 @@ def layer_spec(checkpoint: Checkpoint, args: Mapping[str, Any], options: Convert
     source = checkpoint.details if isinstance(checkpoint.details, Legacy) else None
     megatron = checkpoint.format != "hf"
     spec = options.spec or (source.spec if source else "local" if megatron and args.get("transformer_impl") == "local" else "te")
+    if spec == "local" and args.get("multi_latent_attention"):
+        raise CkptError(
+            "E410",
+            "no release of megatron-core builds latent attention in its local layer spec",
+            expected="--spec te",
+            hint="torch_dist can be written for either spec: --to torch_dist",
+        )
     if spec not in ("te", "local"):
         raise CkptError("E410", f"there is no layer spec {spec!r}", expected="te, local")
     if options.experts is not None:

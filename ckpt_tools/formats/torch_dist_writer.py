@@ -100,7 +100,7 @@ def layout_torch_dist(
     entries: list[tuple[str, bytes]] = list(records)
     if extra_state:
         nothing = torch_zip_writer.dump_file([None], "archive")
-        entries += [(fqn, nothing) for fqn in _extra_states(tensors, stacked, layers)]
+        entries += [(fqn, nothing) for fqn in _extra_states(tensors, stacked, layers, experts)]
     entries.append(("common_state/shard_0_1", torch_zip_writer.dump_file([dict(common)], "archive")))
     stored = []
     for fqn, data in entries:
@@ -203,19 +203,23 @@ def _rank(name: str, tp_rank: int, stage_of: Mapping[int, int], experts: int, la
     return stage * layout.tp * layout.dp + tp_rank
 
 
-def _extra_states(tensors: Mapping[str, TensorMetadata], stacked: bool, layers: int) -> list[str]:
-    """Full names of `_extra_state` entries for the modules that have them in Transformer Engine models."""
-    modules: dict[int, set[str]] = {}
-    for name in tensors:
-        layer = layer_of(name)
-        if layer is not None and name.startswith("decoder.layers.") and ".mlp.experts." not in name:
-            module = name.split(f"decoder.layers.{layer}.", 1)[1].rpartition(".")[0]
-            modules.setdefault(layer, set()).add(module)
-    result = ["decoder.final_layernorm._extra_state/shard_0_1"]
-    for layer, found in sorted(modules.items()):
-        for module in sorted((found | {"self_attention.core_attention"}) - {"mlp.router"}):
-            if stacked:
-                result.append(f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}")
-            else:
-                result.append(f"decoder.layers.{layer}.{module}._extra_state/shard_0_1")
+def _extra_states(names: Iterable[str], stacked: bool, layers: int, experts: int) -> list[str]:
+    """Full names of the `_extra_state` entries for the modules that have them in Transformer Engine models; experts have one each."""
+    modules: dict[str, None] = {"decoder.final_layernorm": None}
+    for name in names:
+        key, _ = stored_key(name, False)
+        layer = key.startswith(("decoder.layers.", "mtp.layers."))
+        if layer and not key.endswith(("mlp.router.weight", "mlp.router.bias", "mlp.router.expert_bias", "shared_experts.gate_weight")):
+            modules[key.rpartition(".")[0]] = None
+            if ".self_attention." in key:
+                modules[key.partition(".self_attention.")[0] + ".self_attention.core_attention"] = None
+    result = []
+    for module in modules:
+        of_expert = ".mlp.experts.experts." in module
+        index = [(str(e), str(experts)) for e in range(experts)] if of_expert else [("0", "1")]
+        layer_number = layer_of(module + ".")
+        if stacked and layer_number is not None:
+            module = module.replace(f"decoder.layers.{layer_number}.", "decoder.layers.", 1)
+            index = [(f"{layer_number}.{e}", f"{layers}.{n}") if of_expert else (str(layer_number), str(layers)) for e, n in index]
+        result += [f"{module}._extra_state/shard_{i}_{n}" for i, n in index]
     return result

@@ -186,7 +186,8 @@ def load(job: dict[str, Any]) -> dict[str, Any]:
     metadata = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     request = model.sharded_state_dict(metadata=metadata)
-    request = {key: value for key, value in request.items() if "_extra_state" not in key}
+    if not TE:  # where they are wanted, they must be there: Megatron does not load without them
+        request = {key: value for key, value in request.items() if "_extra_state" not in key}
     state, not_asked_for, not_stored = dist_checkpointing.load(request, job["checkpoint"], strict="return_all")
     model.load_state_dict(state, strict=False)
     left = sorted(name for name, parameter in model.named_parameters() if torch.isnan(parameter).any())

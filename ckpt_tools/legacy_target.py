@@ -25,7 +25,7 @@ def layer_spec(checkpoint: Checkpoint, args: Mapping[str, Any], options: Convert
     source = checkpoint.details if isinstance(checkpoint.details, Legacy) else None
     megatron = checkpoint.format != "hf"
     spec = options.spec or (source.spec if source else "local" if megatron and args.get("transformer_impl") == "local" else "te")
-    if spec == "local" and args.get("multi_latent_attention"):
+    if spec == "local" and options.to == "torch" and args.get("multi_latent_attention"):
         raise CkptError(
             "E410",
             "no release of megatron-core builds latent attention in its local layer spec",

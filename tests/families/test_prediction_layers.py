@@ -136,3 +136,9 @@ def test_validation_and_comparison_know_them_and_their_copies(tmp_path):
     (finding,) = [f for f in validate(tmp_path / "hf", Options(deep=True)).findings if f.severity != "info"]
     assert (finding.code, finding.tensor) == ("V607", "model.layers.3.shared_head.head.weight")
     assert [m.name for m in diff(tmp_path / "hf", tmp_path / "run").only_a] == ["model.layers.3.shared_head.head.weight"]
+
+
+def test_legacy_ranks_of_latent_attention_in_the_local_spec_are_refused(tmp_path):
+    write("deepseek_v3", tmp_path / "hf")
+    done = ckpt("convert", tmp_path / "hf", tmp_path / "run", "--to", "torch", "--spec", "local")
+    assert done.returncode == 2 and "E410" in done.stderr and not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ from .errors import CkptError
 from .execution import Progress, Result, execute
 from .formats.hf_writer import TargetLayout, layout_hf
 from .formats.torch_legacy import Legacy
-from .hf_layouts import family_names
+from .hf_layouts import family_names, fuse
 from .hf_template import final_config, find_template, side_copies
 from .megatron_target import has_optimizer, lay_out, prepared
 from .notes import Note
@@ -37,6 +37,8 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
 
     Errors: CkptError E3xx when tensors, config and family do not fit, E410 for a conversion that is not possible.
     """
+    if options.moe_layout not in (None, "per-expert", "fused"):
+        raise CkptError("E410", f"there is no layout of experts {options.moe_layout!r}", expected="per-expert, fused")
     if options.to not in FORMATS:
         raise CkptError("E410", f"ckpt cannot write the format {options.to!r}", expected=", ".join(FORMATS))
     if options.to == "peft":
@@ -160,6 +162,8 @@ def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, T
         view = as_hf(
             _with_vocab(checkpoint, options), family=options.family, hf_config=template.config, repeated=template.weight_map
         )
+    if options.moe_layout == "fused":
+        view = replace(view, tensors=_fused(view))
     dtypes = _target_dtypes(view, options.dtype)
     config, notes = final_config(view, template, dtypes, options)
     layout = layout_hf(
@@ -176,9 +180,18 @@ def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, T
 
 def _hf_tensors(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[dict[str, TensorMetadata], list[Note]]:
     """What an HF target holds of an HF source: the tensors as they are, or, when a dtype was asked for, dequantised."""
-    if options.dtype is None:
-        return dict(checkpoint.tensors), []
-    return dequantised(checkpoint.tensors, checkpoint.config, checkpoint.location.directory)
+    where = checkpoint.location.directory
+    tensors, notes = (dict(checkpoint.tensors), []) if options.dtype is None else dequantised(checkpoint.tensors, checkpoint.config, where)
+    if options.moe_layout is not None:
+        family = as_hf(checkpoint, family=options.family).family
+        tensors = family_names(tensors, family, where) if family else tensors
+    return tensors, notes
+
+
+def _fused(view: View) -> dict[str, TensorMetadata]:
+    if view.family is None or not view.family.fused:
+        raise CkptError("E410", "this family has no fused form of experts", hint="leave out --moe-layout fused")
+    return fuse(view.tensors, view.family)
 
 
 def _plan_megatron(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
@@ -300,7 +313,9 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     result, _ = choose_weights(open_checkpoint(written), options)
     if checkpoint.format == "hf":
         if result.format == "hf":
-            return compare(_hf_tensors(checkpoint, options)[0], result.tensors, buffer=buffer, threads=threads)
+            expected = _hf_tensors(checkpoint, options)[0]
+            found = result.tensors if options.moe_layout is None else _hf_tensors(result, options)[0]
+            return compare(expected, found, buffer=buffer, threads=threads)
         found = as_hf(result, family=options.family, hf_config=checkpoint.config).tensors
         taken = as_mcore(checkpoint, family=options.family, allow_unrepresentable=True)
         left_out = {n.subject for n in taken.notes if n.kind == "dropped"}

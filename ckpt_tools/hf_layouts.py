@@ -57,3 +57,42 @@ def _experts(tensor: TensorMetadata, spec: Fused, layer: str, where: str) -> Ite
                 chunks.append(piece.moved(tuple(offset), axes))
             name = prefix + part.replace("{e}", str(expert))
             yield name, TensorMetadata(name, tensor.dtype, (rows, columns), tuple(chunks))
+
+
+def fuse(tensors: Mapping[str, TensorMetadata], family: Family) -> dict[str, TensorMetadata]:
+    """The tensors with the experts of each layer in one, as transformers 5 holds them; the chunks point to the same bytes.
+
+    E307 when experts of a layer differ in dtype or shape, or some are not there.
+    """
+    result = dict(tensors)
+    for spec in family.fused:
+        head, _, _ = spec.hf.partition("{l}")
+        found: dict[str, dict[int, dict[int, TensorMetadata]]] = {}
+        for number, part in enumerate(spec.parts):
+            pattern = re.compile(re.escape(head) + r"(\d+)\." + re.escape(part).replace(r"\{e\}", r"(\d+)"))
+            for name, tensor in tensors.items():
+                if match := pattern.fullmatch(name):
+                    found.setdefault(match[1], {}).setdefault(int(match[2]), {})[number] = tensor
+        for layer, experts in found.items():
+            whole = _together(spec, spec.hf.replace("{l}", layer), experts)
+            for parts in experts.values():
+                for tensor in parts.values():
+                    result.pop(tensor.fqn, None)
+            result[whole.fqn] = whole
+    return result
+
+
+def _together(spec: Fused, name: str, experts: Mapping[int, Mapping[int, TensorMetadata]]) -> TensorMetadata:
+    kinds = {(t.dtype, t.global_shape) for parts in experts.values() for t in parts.values()}
+    if len(kinds) > 1 or sorted(experts) != list(range(len(experts))) or any(len(p) != len(spec.parts) for p in experts.values()):
+        raise CkptError("E307", f"the experts that make up {name} do not fit together", where=name, found=f"{sorted(map(str, kinds))[:2]}")
+    kind, (rows, columns) = kinds.pop()
+    chunks: list[Chunk] = []
+    for expert, parts in experts.items():
+        for number, tensor in parts.items():
+            for chunk in tensor.chunks:
+                row, column = chunk.global_offset[0] + number * rows, chunk.global_offset[1]
+                place, axes = ((expert, column, row), (-1, 1, 0)) if spec.transposed else ((expert, row, column), (-1, 0, 1))
+                chunks.append(chunk.moved(place, axes))
+    inner = (columns, rows * len(spec.parts)) if spec.transposed else (rows * len(spec.parts), columns)
+    return TensorMetadata(name, kind, (len(experts), *inner), tuple(chunks))

@@ -34,6 +34,7 @@ class ConvertOptions:
     weights_from: str = "auto"
     spec: str | None = None
     experts: str | None = None
+    moe_layout: str | None = None
     replicas: str = "refuse"
     optimizer: str = "keep"
     rng: bool = True

@@ -59,6 +59,10 @@ def convert(
         str | None, typer.Option(help="Cast floating tensors to this dtype; default: keep each tensor's own.", show_default=False)
     ] = None,
     max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", help="Largest file, such as 5GB.", show_default=False)] = None,
+    moe_layout: Annotated[
+        str | None,
+        typer.Option("--moe-layout", help="Experts of an HF target: per-expert as on the hub, or fused.", show_default=False),
+    ] = None,
     layer_keys: Annotated[
         str, typer.Option("--layer-keys", help="torch_dist keys: stacked, per-layer, or auto (as Megatron would).")
     ] = "auto",
@@ -146,6 +150,7 @@ def convert(
         vocab=vocab,
         spec=spec,
         experts=experts,
+        moe_layout=moe_layout,
         replicas=replicas,
         optimizer="none" if no_optim else optimizer,
         rng=not no_rng,

@@ -134,3 +134,27 @@ def test_the_bias_of_the_router_stays_float32(tmp_path):
     source, back = read_hf(tmp_path / "hf"), read_hf(tmp_path / "back")
     for name in (n for n in source if n.endswith("e_score_correction_bias")):
         assert back[name].dtype == np.float32 and np.array_equal(back[name], source[name])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
+def test_experts_are_fused_on_request_and_transformers_reads_the_same_model(tmp_path, name):
+    model = tiny.write(name, tmp_path / "hub")
+    convert(tmp_path / "hub", tmp_path / "run", "--to", "torch_dist")
+    for number, source in enumerate(("run", "hub")):
+        convert(tmp_path / source, tmp_path / f"fused{number}", "--to", "hf", "--moe-layout", "fused", "--verify")
+        convert(tmp_path / f"fused{number}", tmp_path / f"hub{number}", "--to", "hf", "--moe-layout", "per-expert", "--verify")
+        assert same(read_hf(tmp_path / f"hub{number}"), read_hf(tmp_path / "hub"))
+    fused = read_hf(tmp_path / "fused0")
+    assert same(fused, read_hf(tmp_path / "fused1")) and len(fused) < len(read_hf(tmp_path / "hub"))
+    held = dict(model.state_dict())
+    for key in (k for k in fused if k.endswith(("gate_up_proj", "down_proj"))):
+        assert np.array_equal(fused[key], held[key].numpy()), key
+    ids = torch.tensor([[3, 17, 101, 250, 508, 1]])
+    with torch.no_grad():
+        assert torch.equal(tiny.load(tmp_path / "fused0", name)(ids).logits, model(ids).logits)
+
+
+def test_a_family_without_experts_has_nothing_to_fuse(tmp_path):
+    tiny.write("llama", tmp_path / "hf")
+    done = ckpt("convert", tmp_path / "hf", tmp_path / "out", "--to", "hf", "--moe-layout", "fused")
+    assert done.returncode == 2 and "E410" in done.stderr and not (tmp_path / "out").exists()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from .adapters.beside import carried_adapter
 from .adapters.export import adapter_of, plan_peft
 from .adapters.fuse import plan_fused, verify_fused
 from .checkpoint import Checkpoint, is_optimizer, open_checkpoint, open_location
@@ -70,7 +71,8 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
             hint="this is the training state of a split checkpoint: put the model's safetensors beside it",
         )
     made = {"hf": _plan_hf, "split": _plan_split}.get(options.to, _plan_megatron)(checkpoint, options)
-    return replace(made, notes=(*notes, *made.notes))
+    copies, told = carried_adapter(checkpoint, wanted=options.adapter)
+    return replace(made, copies=(*made.copies, *copies), notes=(*notes, *told, *made.notes))
 
 
 def plan(source: str | os.PathLike[str] | Checkpoint, to: str, *, iteration: str | int = "latest", **options: Any) -> Plan:

@@ -17,7 +17,7 @@ class ConvertOptions:
     vocabulary; weights_from "auto" | "safetensors" | "megatron" when both are there; spec "te" | "local" names of the legacy format;
     experts "te_grouped" | "sequential" | "grouped" how it stores experts; replicas "refuse" | "first" when copies on ranks differ; rng
     keep random states; optimizer "keep" | "none" | a form; repair optimizer state that was saved shifted; check_crc check the source's
-    checksums; lora_alpha of a Megatron adapter; buffer bytes per thread.
+    checksums; adapter take a PEFT adapter beside the weights along; lora_alpha of a Megatron adapter; buffer bytes per thread.
     """
 
     to: str
@@ -42,5 +42,6 @@ class ConvertOptions:
     check_crc: bool = False
     strip_remote_code: bool = False
     allow_unrepresentable: bool = False
+    adapter: bool = False
     lora_alpha: float | None = None
     buffer: int = 256 * 1024

@@ -9,6 +9,7 @@ import typer
 
 from .layout_options import COUNT_EMBEDDING, COUNT_LOSS, DP, EP, ETP, EXPERTS, FIRST, LAST, PIPELINE, PP, SPEC, TP, VPP
 from .run_options import (
+    ADAPTER,
     BUFFER,
     CHECK_CRC,
     DIVISIBLE_BY,
@@ -83,6 +84,7 @@ def convert(
     replicas: REPLICAS = "refuse",
     optimizer: Annotated[str, typer.Option("--optimizer", help="keep, or none to leave optimizer state behind.")] = "keep",
     lora_alpha: LORA_ALPHA = None,
+    adapter: ADAPTER = False,
     no_optim: NO_OPTIM = False,
     no_rng: NO_RNG = False,
     divisible_by: DIVISIBLE_BY = None,
@@ -154,6 +156,7 @@ def convert(
         replicas=replicas,
         optimizer="none" if no_optim else optimizer,
         rng=not no_rng,
+        adapter=adapter,
         lora_alpha=lora_alpha,
         repair=repair,
         check_crc=check_crc,

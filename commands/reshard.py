@@ -8,6 +8,7 @@ import typer
 
 from .layout_options import COUNT_EMBEDDING, COUNT_LOSS, DP, EP, ETP, EXPERTS, FIRST, LAST, PIPELINE, PP, SPEC, TP, VPP
 from .run_options import (
+    ADAPTER,
     BUFFER,
     CHECK_CRC,
     DIVISIBLE_BY,
@@ -59,6 +60,7 @@ def reshard(
     optimizer: Annotated[
         str, typer.Option("--optimizer", "--optim-format", help="keep, fully_reshardable, non_distributed, or none.")
     ] = "keep",
+    adapter: ADAPTER = False,
     no_optim: NO_OPTIM = False,
     no_rng: NO_RNG = False,
     divisible_by: DIVISIBLE_BY = None,
@@ -116,6 +118,7 @@ def reshard(
         experts=experts,
         optimizer="none" if no_optim else optimizer,
         rng=not no_rng,
+        adapter=adapter,
         repair=repair,
         check_crc=check_crc,
         replicas=replicas,

@@ -38,6 +38,7 @@ VOCAB = Annotated[
 ]
 REPLICAS = Annotated[str, typer.Option("--replicas", help="When copies on ranks differ: refuse, or take the first.")]
 CHECK_CRC = Annotated[bool, typer.Option("--check-crc", help="First check the checksums stored in the source.")]
+ADAPTER = Annotated[bool, typer.Option("--adapter", help="Take a PEFT adapter that lies beside the weights along.")]
 LORA_ALPHA = Annotated[
     float | None, typer.Option("--lora-alpha", help="alpha of a Megatron adapter, when its checkpoint does not tell.", show_default=False)
 ]

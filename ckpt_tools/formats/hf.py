@@ -199,7 +199,7 @@ def side_files(path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
             relative = os.path.relpath(full, path)
             if name.endswith(WEIGHT_SUFFIXES) or name.endswith((".safetensors.index.json", ".bin.index.json")):
                 continue
-            if relative == "config.json" or name == "latest_checkpointed_iteration.txt":
+            if relative in ("config.json", "adapter_config.json") or name == "latest_checkpointed_iteration.txt":
                 continue
             if not os.path.isfile(full):  # a pipe, a device, a link to nowhere
                 warnings.append(f"{relative}: not a regular file; not copied")

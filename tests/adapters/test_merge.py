@@ -238,3 +238,52 @@ def test_inspect_says_what_an_adapter_changes_and_what_merge_would_refuse(base, 
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
     assert "DoRA" in ckpt("inspect", tmp_path / "adapter", "--format", "table").stdout
+
+
+def test_an_adapter_beside_the_weights_comes_along_when_asked_and_is_named_when_not(base, tmp_path):
+    """ms-swift keeps adapter and model in one checkpoint-N; an adapter_config.json alone would make transformers look for the adapter."""
+    import shutil
+
+    trained(base, tmp_path / "adapter", **ADAPTERS["rslora"])
+    shutil.copytree(base, tmp_path / "both")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "adapter" / name, tmp_path / "both")
+    done = ckpt("convert", tmp_path / "both", tmp_path / "without", "--to", "torch_dist")
+    assert done.returncode == 0 and "--adapter takes it along" in done.stderr
+    assert list((tmp_path / "without").rglob("adapter*")) == []
+    for source, target, form in (("both", "run", "torch_dist"), ("run", "split", "split"), ("split", "back", "hf")):
+        done = ckpt("convert", tmp_path / source, tmp_path / target, "--to", form, "--adapter", "--verify")
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / target / "adapter_model.safetensors").read_bytes() == (
+            tmp_path / "adapter" / "adapter_model.safetensors"
+        ).read_bytes()
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "back")
+    assert len(model.peft_config) == 1
+
+
+def test_an_adapter_of_single_experts_is_added_to_those_experts(tmp_path):
+    """Experts as modules of their own: the names of older transformers, and those that ms-swift and mcore-bridge export."""
+    from safetensors.numpy import load_file, save_file
+
+    random = np.random.default_rng(0)
+    base, factors = {}, {}
+    for expert in range(4):
+        for part, (rows, columns) in {"gate_proj": (12, 8), "up_proj": (12, 8), "down_proj": (8, 12)}.items():
+            module = f"model.layers.0.mlp.experts.{expert}.{part}"
+            base[f"{module}.weight"] = (random.integers(-8, 9, (rows, columns)) / 8).astype(np.float32)
+            if expert in (1, 3):
+                factors[f"{module}.lora_A"] = (random.integers(-8, 9, (2, columns)) / 8).astype(np.float32)
+                factors[f"{module}.lora_B"] = (random.integers(-8, 9, (rows, 2)) / 8).astype(np.float32)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    save_file({f"base_model.model.{n}.weight": t for n, t in factors.items()}, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 6}))
+    done = ckpt("merge", tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    expected = {
+        n: t + 3 * (factors[m + ".lora_B"] @ factors[m + ".lora_A"]) if (m := n.removesuffix(".weight")) + ".lora_A" in factors else t
+        for n, t in base.items()
+    }
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), expected)

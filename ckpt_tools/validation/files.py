@@ -72,7 +72,7 @@ def no_tracker(subject: Subject) -> Iterator[Problem]:
         tracked = read_tracker(place.root)
     except CkptError:
         return
-    if tracked is None and place.label is not None and not place.given.startswith("checkpoint-"):
+    if tracked is None and place.label is not None:
         text = f"there is no {TRACKER_NAME}: Megatron would start this run from random weights"
         yield Problem(text, place.root, found=f"iteration {place.label} was validated")
 

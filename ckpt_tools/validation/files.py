@@ -16,7 +16,8 @@ from ..iterations import find_all
 from ..source_files import opened
 from ..tracker import TRACKER_NAME, list_folder, read_tracker
 from .finding import Problem
-from .subject import Subject, twice_in_json
+from .json_files import twice_in_json
+from .subject import Subject
 
 TEMPORARY = re.compile(r".*\.tmp$|^\..*\.ckpt-(partial|journal)$|.*\.incomplete$|.*\.part$")
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "adapter_config.json")

@@ -5,10 +5,9 @@ Everything is computed once, when the first check asks for it. A CkptError on th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -27,19 +26,10 @@ from ..statistics import Statistics, statistics_of
 from ..tensors import TensorMetadata, check_tiling
 from ..tracker import list_folder
 from ..views import View, as_mcore
+from .json_files import Index, twice_in_json
 from .model import Model, model_of_hf, model_of_megatron
 
 UNUSABLE = ("E105", "E106", "E107", "E901")  # there is nothing to validate
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """model.safetensors.index.json: path, content, keys that are there twice with different values."""
-
-    path: str
-    value: dict[str, Any]
-    weight_map: dict[str, str]
-    doubles: tuple[str, ...]
 
 
 class Subject:
@@ -382,23 +372,3 @@ class Subject:
         """Compute whatever may meet an error, so that `errors` is complete."""
         for name in ("location", "index", "headers", "config", "hf", "state", "located", "objects_read", "models", "optimizer"):
             getattr(self, name)
-
-
-def twice_in_json(path: str) -> tuple[str, ...]:
-    """Keys that an object of a JSON file has twice with different values."""
-    found: list[str] = []
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for key, value in items:
-            if key in table and table[key] != value:
-                found.append(key)
-            table[key] = value
-        return table
-
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            json.loads(file.read(512 * 2**20), object_pairs_hook=pairs)
-    except (OSError, ValueError, RecursionError):
-        return ()
-    return tuple(dict.fromkeys(found))

@@ -21,6 +21,7 @@ OBJECT_LIMIT = 64 * 2**20  # bytes; a rank's random state has about 20 kB
 # what the writers make anew, and what other modules look after
 _OWN = re.compile(r"args|checkpoint_version|iteration|content_metadata|optimizer|model\d*|rng_state")
 _LOST = "random states belong to the ranks of the old layout; Megatron seeds new ones"
+_OTHER_FORM = "random states are not carried between torch and torch_dist, which store them in other forms; Megatron seeds new ones"
 
 
 def common_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Note]]:
@@ -50,6 +51,9 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool 
         return [], []
     if not keep:
         return [], [Note("dropped", "rng_state", "random states were left out, as asked")]
+    if isinstance(checkpoint.details, Legacy):
+        same = (checkpoint.details.tp, checkpoint.details.pp) == (layout.tp, layout.pp)
+        return [], [Note("dropped", "rng_state", _OTHER_FORM if same else _LOST)]
     if not found or any(o.grid[:2] != (layout.pp, layout.tp) or o.extent.length > OBJECT_LIMIT for o in found):
         return [], [Note("dropped", "rng_state", _LOST)]
     kept = []
@@ -73,7 +77,9 @@ def rank_random_states(
         states = {(r.tp, r.pp, r.ep): _with_bytes(r.file.value.get("rng_state"), r.file) for r in legacy.ranks}
         if all(s is not None for s in states.values()):
             return states, [Note("kept", "rng_state", "random states of all ranks: tp, pp and ep stay")]
-    return {}, [Note("dropped", "rng_state", f"{_LOST} when it is started with --no-load-rng")]
+    grids = {o.grid[:2] for o in checkpoint.objects.values() if o.key == "rng_state"}
+    told = _OTHER_FORM if grids == {(layout.pp, layout.tp)} else _LOST
+    return {}, [Note("dropped", "rng_state", f"{told} when it is started with --no-load-rng")]
 
 
 def _with_bytes(value: Any, file: TorchFile) -> Any:

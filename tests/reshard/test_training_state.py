@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from builders import ckpt, read_torch_dist, same, stack
 
@@ -109,3 +111,10 @@ def test_state_is_dropped_only_on_purpose(shared, tmp_path):
     assert "optimizer state was left out" in done.stderr and not any(
         "optimizer" in n for n in read_torch_dist(iteration(tmp_path / "weights"))
     )
+
+
+@pytest.mark.parametrize(("name", "to"), [("legacy_llama_tp2pp2_bf16", "torch_dist"), ("llama_tp2pp2_bf16", "torch")])
+def test_random_states_are_named_as_lost_between_the_formats_of_the_same_layout(shared, tmp_path, name, to):
+    done = ckpt("convert", shared / "real" / name / "mcore", tmp_path / "out", "--to", to, "--dry-run", "--json")
+    told = [n for n in json.loads(done.stdout)["notes"] if n["subject"] == "rng_state"]
+    assert [n["kind"] for n in told] == ["dropped"] and "not carried between torch and torch_dist" in told[0]["text"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint import Checkpoint, kept_hf_folder
 from .errors import CkptError
 from .families import family_named, family_of_config
-from .families.config import args_from_config, config_from_args, infer_family
+from .families.config import args_from_config, config_from_args, infer_family, unread_fields
 from .families.dimensions import Dimensions, dimensions
 from .families.family import Binding, Bound, Family, bind, copies, expand
 from .formats.hf import read_json
@@ -232,6 +232,9 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
     fam = family_named(family) if family else family_of_config(config, where)
     args, told = args_from_config(config, fam.rules, allow_unrepresentable=allow_unrepresentable)
     notes = [Note("config", "", text) for text in told]
+    if config.get("model_type") not in fam.model_types and (unread := unread_fields(config, fam.rules)):
+        said = f"family {fam.name} was named for model type {config.get('model_type')!r}; it does not read these fields, which may matter"
+        notes.append(Note("warning", ", ".join(unread), said))
     args["padded_vocab_size"] = padded_vocab or args.get("vocab_size")
     tensors, casts = dequantised(checkpoint.tensors, config, where)
     notes += casts

@@ -13,7 +13,7 @@ from .glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from .gpt import GPT2, GPT_NEOX, NEMOTRON, STARCODER2
 from .joined import GLM, GLM4, PHI3
 from .llama import LLAMA
-from .llama_like import BAICHUAN, ERNIE4_5, GRANITE, HUNYUAN_V1_DENSE, INTERNLM2, INTERNLM3, SEED_OSS
+from .llama_like import BAICHUAN, ERNIE4_5, GRANITE, HUNYUAN_V1_DENSE, INTERNLM2, INTERNLM3, SEED_OSS, SMOLLM3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .more_moe import DOTS1, HUNYUAN_V1_MOE, MINIMAX_M2, OLMOE
@@ -47,6 +47,7 @@ _ALL = (
     SEED_OSS,
     ERNIE4_5,
     GRANITE,
+    SMOLLM3,
     HUNYUAN_V1_DENSE,
     INTERNLM2,
     INTERNLM3,

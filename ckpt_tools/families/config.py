@@ -79,6 +79,28 @@ def config_from_args(
     return dict(sorted(config.items())), tuple(notes)
 
 
+# Fields that say nothing about what the model computes.
+_NEUTRAL = frozenset(
+    """architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label is_encoder_decoder label2id model_type
+    name_or_path output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type
+    quantization_config return_dict torch_dtype transformers_version use_cache _name_or_path _attn_implementation""".split()
+)
+
+
+def unread_fields(config: Mapping[str, Any], rules: tuple[AnyRule, ...]) -> list[str]:
+    """Fields of config.json that no rule of a family reads and that may say something about what the model computes."""
+    read = {spelling.partition(".")[0] for rule in rules for spelling in _spellings(rule)}
+    return sorted(name for name, value in config.items() if name not in read | _NEUTRAL and value not in (None, False, [], {}))
+
+
+def _spellings(rule: AnyRule) -> tuple[str, ...]:
+    if isinstance(rule, Rule):
+        return (*rule.hf, *((rule.operand[0],) if rule.operand else ()), *((rule.v4,) if rule.v4 else ()))
+    if isinstance(rule, Written):
+        return (rule.hf,)
+    return rule.hf if isinstance(rule, Choice | Refuse | Computed) else ()
+
+
 def infer_family(args: Mapping[str, Any], tensor_names: Collection[str]) -> tuple[str, str]:
     """The family of a Megatron checkpoint that comes without HF config, and why it is that one. CkptError E310 when it is none known.
 

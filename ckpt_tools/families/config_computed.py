@@ -331,6 +331,7 @@ COMPUTED: dict[str, Transform] = {
     "gpt2_sizes": Transform(positions.gpt2_sizes, positions.stored_gpt2_sizes, positions.config_gpt2_sizes),
     "learned_positions": Transform(positions.learned, positions.stored_learned, positions.config_learned),
     "baichuan": Transform(positions.baichuan, lambda a, o: {}, lambda a, o, s, t: ({}, [])),
+    "no_rope": Transform(positions.no_rope, positions.stored_no_rope, positions.config_no_rope),
     "two_ropes": Transform(positions.two_ropes, positions.stored_two_ropes, positions.config_two_ropes),
     "layer_windows": Transform(positions.layer_windows, _stored_layer_windows, positions.config_layer_windows),
     "activation": Transform(_activation, _stored_activation, _config_activation),

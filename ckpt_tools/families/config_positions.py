@@ -138,3 +138,44 @@ def baichuan(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
     if fields.get("vocab_size") == 125696:
         fields.refuse("Baichuan 2 normalises the rows of its head at run time, which Megatron-Core does not", found="vocab_size 125696")
     return {}
+
+
+# Layers without rotation (SmolLM3). transformers lists 1 for a layer that rotates, Megatron 1 for one that does not. options = (interval of
+# the default,); without it the family's class knows no such layers.
+
+
+def no_rope(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    """no_rope_freq as a list, None when every layer rotates. E305 for a family whose class would ignore the field."""
+    layers, listed = fields.number("num_hidden_layers"), fields.number("no_rope_layers", None, "list")
+    if listed is None and options:
+        every = fields.number("no_rope_layer_interval", options[0])
+        listed = [int((i + 1) % every != 0) for i in range(layers)]
+    pattern = [int(not rotates) for rotates in listed or ()]
+    if not any(pattern):
+        return {"no_rope_freq": None}
+    if len(pattern) != layers:
+        raise CkptError("E311", "config.json: no_rope_layers does not describe the layers", expected=f"{layers}", found=f"{len(pattern)}")
+    if not options:
+        fields.refuse("layers without rotation are family smollm3", found=f"no_rope_layers {brief(listed)}", hint="--family smollm3")
+        return {"no_rope_freq": None}
+    return {"no_rope_freq": pattern}
+
+
+def stored_no_rope(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    """The list that the arguments mean; Megatron takes n for every n-th layer."""
+    value, layers = args.get("no_rope_freq"), args.get("num_layers") or 0
+    if isinstance(value, int) and value > 0:
+        value = [int((i + 1) % value == 0) for i in range(layers)]
+    return {"no_rope_freq": value if value and any(value) else None, "num_layers": layers}
+
+
+def config_no_rope(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    """no_rope_layers. E305 for a family whose class would ignore it."""
+    pattern = args.get("no_rope_freq")
+    if not options:
+        if pattern:
+            raise CkptError(
+                "E305", "a config of this family cannot say which layers have no rotation", found=brief(pattern), hint="--family smollm3"
+            )
+        return {}, []
+    return {"no_rope_layers": [1 - p for p in pattern] if pattern else [1] * args["num_layers"]}, []

@@ -37,7 +37,7 @@ PLAIN_DECODER: tuple[AnyRule, ...] = (
     Constant("rotary_interleaved", False),
     Constant("window_size", None),
     Constant("window_attn_skip_freq", None),
-    Constant("no_rope_freq", None),
+    Computed("no_rope", ("no_rope_layers", "no_rope_layer_interval"), ("no_rope_freq",)),
     Constant("multi_latent_attention", False),
     Constant("linear_attention_freq", None),
     Constant("experimental_attention_variant", None),

@@ -111,6 +111,22 @@ GRANITE = Family(
     sources=tuple(s.format("granite") for s in SOURCES),
 )
 
+SMOLLM3 = Family(
+    name="smollm3",
+    model_types=("smollm3",),
+    architectures=("SmolLM3ForCausalLM",),
+    rules=extend(
+        LLAMA_RULES,
+        *length(32768),
+        Rule(("tie_word_embeddings",), "untie_embeddings_and_output_weights", kind="not", type="bool", default=True, shape=True),
+        Computed("no_rope", ("no_rope_layers", "no_rope_layer_interval"), ("no_rope_freq",), (4,)),
+        Refuse(("use_sliding_window",), (False, None), "ckpt maps this family without windows only, as its released models are"),
+    ),
+    tensors=dense(QKV, OPTIONAL_QKV_BIAS, PROJ, OPTIONAL_PROJ_BIAS, mlp=(FC1, OPTIONAL_FC1_BIAS, FC2, OPTIONAL_FC2_BIAS)),
+    verified="logits",
+    sources=tuple(s.format("smollm3") for s in SOURCES),
+)
+
 # Remote code: these have no class in transformers; names from the model repositories' own files.
 INTERNLM3 = Family(
     name="internlm3",

@@ -41,7 +41,8 @@ def no_weights(subject: Subject) -> Iterator[Problem]:
             "there are no model weights in it" + (", only optimizer state: the weights must lie elsewhere" if optimizer_only else ""),
             subject.directory,
             found=", ".join(sorted(keys)[:20]) or "nothing",
-            severity="info" if optimizer_only and place.format != "torch" else "",
+            # a shard of a larger checkpoint may hold the optimizer alone; training cannot go on from it
+            severity="info" if optimizer_only and place.format != "torch" and not subject.resume else "",
         )
 
 

@@ -811,3 +811,23 @@ def test_rules_cost_no_numpy_and_no_torch_to_import() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
     )
     assert run.stdout.strip() == "[]"
+
+
+def test_layers_without_rotation_are_not_converted_as_a_llama() -> None:
+    """The public names of smollm3 are llama's: named --family llama, it would rotate layers that must not be rotated."""
+    config = {**HUB["llama-2"], "model_type": "smollm3", "no_rope_layers": [1, 0] * 16}
+    with pytest.raises(CkptError) as caught:
+        args_from_config(config, LLAMA_RULES)
+    assert caught.value.code == "E305" and "smollm3" in str(caught.value)
+    args, _ = args_from_config(config, FAMILIES["smollm3"].rules)
+    assert args["no_rope_freq"] == [0, 1] * 16
+    with pytest.raises(CkptError):
+        write({**args_from_config(HUB["llama-2"], LLAMA_RULES)[0], "no_rope_freq": 4}, "llama")
+
+
+def test_fields_that_a_named_family_does_not_read_are_told() -> None:
+    from ckpt_tools.families.config import unread_fields
+
+    config = {**HUB["llama-2"], "model_type": "another", "logit_scale": 0.0625, "use_parallel_residual": True, "clip_qkv": None}
+    assert unread_fields(config, LLAMA_RULES) == ["logit_scale", "use_parallel_residual"]
+    assert unread_fields(HUB["llama-3.1"], LLAMA_RULES) == []

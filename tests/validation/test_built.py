@@ -306,6 +306,14 @@ def test_every_check_has_a_text_and_a_fixture():
 # ---- cases of public reports --------------------------------------------------------------------------------------------------------
 
 
+def test_optimizer_state_alone_is_legal_and_nothing_to_go_on_from(shared):
+    """What is left of a run whose weights lay beside it as safetensors and were lost."""
+    run = shared / "real" / "optimonly_llama_tp2_bf16" / "mcore"
+    assert validate(run).valid
+    report = validate(run, Options(resume=True))
+    assert not report.valid and [f.code for f in report.findings if f.severity == "error"] == ["V303"]
+
+
 @pytest.mark.case("B1")
 def test_a_missing_model_key_is_judged_by_what_lies_beside_it(tmp_path):
     folder = state_without_model(tmp_path)

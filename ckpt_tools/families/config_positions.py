@@ -146,8 +146,11 @@ def baichuan(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
 
 def no_rope(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
     """no_rope_freq as a list, None when every layer rotates. E305 for a family whose class would ignore the field."""
-    layers, listed = fields.number("num_hidden_layers"), fields.number("no_rope_layers", None, "list")
-    if listed is None and options:
+    listed = fields.number("no_rope_layers", None, "list")
+    if listed is None and not options:
+        return {"no_rope_freq": None}
+    layers = fields.number("num_hidden_layers")
+    if listed is None:
         every = fields.number("no_rope_layer_interval", options[0])
         listed = [int((i + 1) % every != 0) for i in range(layers)]
     pattern = [int(not rotates) for rotates in listed or ()]

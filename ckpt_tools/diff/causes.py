@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from ..dtypes import dtype
+from ..families.dimensions import Dimensions
 from ..lazy import read_box
 from ..tensors import TensorMetadata
 from .changed import CHANGES, WEAK
@@ -15,7 +16,6 @@ from .permuted import rows_permuted, shards_permuted
 from .reading import bits, same_bits
 from .rearranged import GUESSES, Scene
 from .result import Cause, Values
-from .sides import Named
 
 EXAMINED = 400  # tensors whose cause is looked for, evenly spread over all that differ
 SAMPLE = 32  # elements by which a tensor is looked up among those of other names
@@ -40,24 +40,31 @@ class _Found:
         return sorted(made, key=lambda c: (not c.exact, -len(c.tensors)))
 
 
-def find_causes(naming: str, a: Named, b: Named, values: Sequence[Values], shapes: Sequence[str], threads: int = 2) -> list[Cause]:
+def find_causes(
+    a: Mapping[str, TensorMetadata],
+    b: Mapping[str, TensorMetadata],
+    dims: Dimensions | None,
+    values: Sequence[Values],
+    shapes: Sequence[str],
+    threads: int = 2,
+) -> list[Cause]:
     """Causes of the tensors in `values` (same shape, other values) and `shapes` (other shape), and of names that only one side has."""
     from concurrent.futures import ThreadPoolExecutor
 
-    scene = Scene(a.tensors, b.tensors, a.dims or b.dims)
+    scene = Scene(a, b, dims)
     found = _Found()
     by_name: dict[str, Values | None] = {v.name: v for v in values} | dict.fromkeys(shapes)
     chosen = _spread(list(by_name), EXAMINED)
-    lonely = _spread([n for n in b.tensors if n not in a.tensors], EXAMINED)
+    lonely = _spread([n for n in b if n not in a], EXAMINED)
     if not chosen and not lonely:
         return []
-    index = _Index(a.tensors)
+    index = _Index(a)
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for name, told in zip(chosen, pool.map(lambda n: _explain(n, scene, by_name[n], index), chosen), strict=True):
             if told is not None:
                 found.add(*told, name)
-        if any(n not in b.tensors for n in a.tensors):
-            for name, other in zip(lonely, pool.map(lambda n: index.find(b.tensors[n], absent=b.tensors), lonely), strict=True):
+        if any(n not in b for n in a):
+            for name, other in zip(lonely, pool.map(lambda n: index.find(b[n], absent=b), lonely), strict=True):
                 if other is not None:
                     found.add("renamed", _renaming(name, other), True, name)
     return found.causes()

@@ -121,7 +121,7 @@ def run_diff(prepared: Prepared, on_progress: Callable[[int], None] | None = Non
     if options.values:
         values = [v for v in _all_values(a.tensors, b.tensors, alike, options, on_progress) if v is not None]
         notes += _padding(a, b)
-        causes = find_causes(prepared.naming, a, b, values, [u.name for u in shapes], options.threads)
+        causes = find_causes(a.tensors, b.tensors, a.dims or b.dims, values, [u.name for u in shapes], options.threads)
     else:
         notes.append(Note("assumed", "", "values were not compared, as asked"))
     return Difference(

@@ -588,7 +588,7 @@ def test_every_attribute_that_megatrons_loader_reads_is_stored() -> None:
 
 LOAD_ARGS = """
 import argparse, json, os, pathlib, sys
-from oracle import cpu_shim
+from ckpt_tools.resume.trainer import cpu_shim
 cpu_shim.install()
 import torch
 from megatron.training import arguments, checkpointing
@@ -664,7 +664,7 @@ def test_effective_args_leave_the_mapping_given_to_them_alone() -> None:
 
 ROPE = """
 import json, sys
-from oracle import cpu_shim
+from ckpt_tools.resume.trainer import cpu_shim
 cpu_shim.install()
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

@@ -15,7 +15,6 @@ model builders pass. CKPT_TEST_SPEC=te builds Megatron's Transformer Engine spec
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -24,8 +23,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import cpu_shim
 import gpt_model
+
+from ckpt_tools.resume.trainer import cpu_shim
 
 TE = os.environ.get("CKPT_TEST_SPEC") == "te"
 
@@ -97,62 +97,12 @@ def zero_centred(args: Namespace) -> bool:
     return bool(getattr(args, "layernorm_zero_centered_gamma", False) or getattr(args, "apply_layernorm_1p", False))
 
 
-def whole_attention() -> type:
-    """Causal attention for latent attention in the local spec: 0.16.1's own takes no k_channels (it fails to build), 0.19.2's neither."""
-    import torch
-
-    class Attention(torch.nn.Module):
-        def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: Any = None, **rest: Any):
-            super().__init__()
-            self.scale = softmax_scale
-
-        def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, **rest: Any) -> Any:
-            length, batch, _, width = query.shape
-            scores = torch.einsum("sbnd,tbnd->bnst", query, key) * (self.scale or width**-0.5)
-            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")).softmax(-1)
-            return torch.einsum("bnst,tbnd->sbnd", scores, value).reshape(length, batch, -1)
-
-        def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            return {}
-
-    return Attention
-
-
-def more_shims() -> None:
-    """What experts, windows and latent attention need on a CPU beyond cpu_shim."""
-    import megatron.core.fusions.fused_softmax as softmax
-    import torch
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.core.transformer.moe import moe_utils
-
-    def window(length: int, keys: int, size: tuple[int, int]) -> Any:
-        ones = torch.ones(length, keys, dtype=torch.bool)
-        return ~torch.tril(torch.triu(ones, keys - length - size[0]), keys - length + size[1])
-
-    softmax.get_default_causal_mask = lambda length, *rest: torch.ones(length, length).triu(1).bool()  # made on the GPU otherwise
-    if hasattr(softmax, "get_sliding_window_causal_mask"):
-        softmax.get_sliding_window_causal_mask = window
-    type(get_cuda_rng_tracker()).fork = lambda self, *args, **kwargs: contextlib.nullcontext()
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    import megatron.core.transformer.multi_latent_attention as latent
-
-    if not TE:
-        latent.HAVE_TE = False  # otherwise isinstance(x, None)
-
-
 def build(args: Namespace) -> Any:
     """The GPTModel."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
     config = configuration(args)
-    if not TE:
-        from megatron.core.models.backends import LocalSpecProvider
-        from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-        chosen = whole_attention() if config.multi_latent_attention else DotProductAttention
-        LocalSpecProvider.core_attention = lambda self: chosen
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=TE, normalization=config.normalization)
     more = {}
     if getattr(args, "mtp_num_layers", None):
@@ -241,7 +191,6 @@ def start(job: dict[str, Any]) -> None:
 
     if not parallel_state.model_parallel_is_initialized():
         gpt_model.split_ranks(1, 1)
-        more_shims()
     report(job)
 
 

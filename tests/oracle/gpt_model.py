@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import cpu_shim
+from ckpt_tools.resume.trainer import cpu_shim
 
 
 def run_jobs(do: Callable[[dict[str, Any]], None]) -> None:

@@ -32,7 +32,6 @@ def _load(folder: Path, job: dict[str, Any], chunks: list[Any], optimizer: Any) 
     import torch
 
     optimizer_runs._warm(optimizer)
-    optimizer_runs._let_steps_be()
     for model in chunks:
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))

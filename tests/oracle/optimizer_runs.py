@@ -128,32 +128,12 @@ def _build(job: dict[str, Any], output: Path) -> tuple[Any, list[Any]]:
 
 
 def _patch_experts() -> None:
-    """all_to_all takes lists of numbers, which Megatron makes only of CUDA tensors; 0.16.1 without Transformer Engine lacks a name; the
-    token dispatcher records events on streams."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    if not torch.cuda.is_available():
-        torch.cuda.Stream.record_event = lambda self, event=None: torch.cuda.Event()
-        torch.cuda.Event = type("Event", (), {"synchronize": lambda self: None, "record": lambda self, stream=None: None})
-    if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util"):  # GroupedMLP (to 0.16) wants a CUDA extension
+    """GroupedMLP (to 0.16) wants a CUDA extension."""
+    if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util"):
         from megatron.core.transformer.moe import grouped_gemm_util
 
         if grouped_gemm_util.ops is None:
             grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = types.SimpleNamespace(gmm=_multiply_one_by_one)
-    real = dist.all_to_all_single
-    if getattr(real, "takes_tensors", False):
-        return
-
-    def all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **more: Any) -> Any:
-        sizes = [None if s is None else [int(x) for x in s] for s in (output_split_sizes, input_split_sizes)]
-        return real(output, input, *sizes, **more)
-
-    all_to_all_single.takes_tensors = True  # type: ignore[attr-defined]
-    dist.all_to_all_single = all_to_all_single
 
 
 def _multiply_one_by_one(rows: Any, matrices: Any, counts: Any, trans_b: bool = False) -> Any:
@@ -341,7 +321,6 @@ def _load(job: dict[str, Any], chunks: list[Any], optimizer: Any) -> None:
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     _warm(optimizer)
-    _let_steps_be()
     for model in chunks:  # so that a parameter that silently stays as it was cannot pass for a loaded one
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
@@ -378,24 +357,6 @@ def _warm(optimizer: Any) -> None:
             group["lr"], group["weight_decay"] = rate, decay
             for parameter in group["params"]:
                 parameter.grad = None
-
-
-def _let_steps_be() -> None:
-    """0.16.1 cannot load the distributed optimizer over torch's Adam (KeyError "step"): the count per parameter, which torch keeps and the
-    fused Adam of a GPU run does not, is looked for among the tensors. It is already there, from the parameter groups: leave it."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    real = DistributedOptimizer._set_main_param_and_optimizer_states
-    if getattr(real, "lets_steps_be", False):
-        return
-
-    def keep_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        real(self, model_param, {**{k: v.clone() for k, v in state.items() if k == "step"}, **tensors})
-
-    keep_step.lets_steps_be = True  # type: ignore[attr-defined]
-    DistributedOptimizer._set_main_param_and_optimizer_states = keep_step
 
 
 def _truth(output: Path, steps: int, chunks: list[Any], optimizer: Any) -> None:

@@ -74,8 +74,9 @@ def lay_out(job: dict[str, Any]) -> None:
 
 def main() -> None:
     """All jobs of the file named on the command line, in one process."""
-    import cpu_shim
     import gpt_model
+
+    from ckpt_tools.resume.trainer import cpu_shim
 
     path = Path(sys.argv[1])
     jobs = json.loads(path.read_text())

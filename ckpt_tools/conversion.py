@@ -19,6 +19,7 @@ from .formats.hf_writer import TargetLayout, layout_hf
 from .formats.torch_legacy import Legacy
 from .hf_layouts import family_names, fuse
 from .hf_template import final_config, find_template, side_copies
+from .layer_cut import first_layers
 from .megatron_target import has_optimizer, lay_out, prepared
 from .notes import Note
 from .options import ConvertOptions
@@ -42,6 +43,8 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         raise CkptError("E410", f"there is no layout of experts {options.moe_layout!r}", expected="per-expert, fused")
     if options.to not in FORMATS:
         raise CkptError("E410", f"ckpt cannot write the format {options.to!r}", expected=", ".join(FORMATS))
+    if options.max_layers is not None and options.to != "torch_dist":
+        raise CkptError("E410", f"layers cannot be left out of the format {options.to!r}", expected="torch_dist")
     if options.to == "peft":
         return plan_peft(checkpoint, options)
     if checkpoint.format == "peft":
@@ -201,8 +204,10 @@ def _plan_megatron(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     if checkpoint.format == "hf" and view.family:
         check_copies(checkpoint, view, buffer=options.buffer)
     ready = prepared(checkpoint, view, options)
+    ready, cut = first_layers(ready, options.max_layers) if options.max_layers is not None else (ready, [])
     dtypes = _target_dtypes(ready.view, options.dtype)
     laid, notes, details = lay_out(checkpoint, ready, dtypes, options)
+    notes = [*cut, *notes]
     if ready.optimizer is not None:
         dtypes |= ready.optimizer.dtypes
     return _finish(checkpoint, ready.view, laid, dtypes, notes, options, details)

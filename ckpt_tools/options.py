@@ -17,7 +17,8 @@ class ConvertOptions:
     vocabulary; weights_from "auto" | "safetensors" | "megatron" when both are there; spec "te" | "local" names of the legacy format;
     experts "te_grouped" | "sequential" | "grouped" how it stores experts; replicas "refuse" | "first" when copies on ranks differ; rng
     keep random states; optimizer "keep" | "none" | a form; repair optimizer state that was saved shifted; check_crc check the source's
-    checksums; adapter take a PEFT adapter beside the weights along; lora_alpha of a Megatron adapter; buffer bytes per thread.
+    checksums; adapter take a PEFT adapter beside the weights along; lora_alpha of a Megatron adapter; max_layers leave later decoder layers
+    out; buffer bytes per thread.
     """
 
     to: str
@@ -44,4 +45,5 @@ class ConvertOptions:
     allow_unrepresentable: bool = False
     adapter: bool = False
     lora_alpha: float | None = None
+    max_layers: int | None = None
     buffer: int = 256 * 1024

@@ -12,7 +12,8 @@ from .dtypes import dtype
 from .families.megatron_args import plain
 from .formats.pickles import TensorRef, TensorSpec
 from .formats.torch_legacy import Legacy
-from .formats.torch_zip import TorchFile
+from .formats.torch_zip import TorchFile, open_torch_file
+from .formats.torch_zip_writer import dump_file
 from .layout import ParallelLayout
 from .notes import Note
 from .source_files import opened
@@ -21,7 +22,8 @@ OBJECT_LIMIT = 64 * 2**20  # bytes; a rank's random state has about 20 kB
 # what the writers make anew, and what other modules look after
 _OWN = re.compile(r"args|checkpoint_version|iteration|content_metadata|optimizer|model\d*|rng_state")
 _LOST = "random states belong to the ranks of the old layout; Megatron seeds new ones"
-_OTHER_FORM = "random states are not carried between torch and torch_dist, which store them in other forms; Megatron seeds new ones"
+_OTHER_FORM = "random states of runs with expert parallelism are keyed otherwise in torch and torch_dist; Megatron seeds new ones"
+_TRANSLATED = "random states of all ranks, value for value, in the form of the other format: tp and pp stay"
 
 
 def common_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Note]]:
@@ -44,7 +46,9 @@ def _of_ranks(name: Any) -> bool:
 def random_states(checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool = True) -> tuple[list[tuple[str, bytes]], list[Note]]:
     """(full name, stored record) of the random states that torch_dist can keep, and what is lost.
 
-    They belong to ranks: they are kept when tensor and pipeline sizes stay, byte for byte, and dropped otherwise.
+    They belong to ranks: they are kept when tensor and pipeline sizes stay, byte for byte, and dropped otherwise. The legacy format keeps
+    the list that a rank's record holds in the rank's file; experts on several ranks have states of their own there, and keys of their own
+    here, so that these are dropped.
     """
     found = [o for o in checkpoint.objects.values() if o.key == "rng_state"]
     if not found and "rng_state" not in (checkpoint.common or {}):
@@ -52,8 +56,7 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool 
     if not keep:
         return [], [Note("dropped", "rng_state", "random states were left out, as asked")]
     if isinstance(checkpoint.details, Legacy):
-        same = (checkpoint.details.tp, checkpoint.details.pp) == (layout.tp, layout.pp)
-        return [], [Note("dropped", "rng_state", _OTHER_FORM if same else _LOST)]
+        return _from_ranks(checkpoint.details, layout)
     if not found or any(o.grid[:2] != (layout.pp, layout.tp) or o.extent.length > OBJECT_LIMIT for o in found):
         return [], [Note("dropped", "rng_state", _LOST)]
     kept = []
@@ -62,6 +65,35 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool 
             record = os.pread(file.fileno(), stored.extent.length, stored.extent.offset)
         kept.append((stored.fqn, record))
     return kept, [Note("kept", "rng_state", "random states of all ranks, byte for byte: tp and pp stay")]
+
+
+def _from_ranks(legacy: Legacy, layout: ParallelLayout) -> tuple[list[tuple[str, bytes]], list[Note]]:
+    if (legacy.tp, legacy.pp) != (layout.tp, layout.pp):
+        return [], [Note("dropped", "rng_state", _LOST)]
+    if legacy.ep > 1 or layout.ep > 1:
+        return [], [Note("dropped", "rng_state", _OTHER_FORM)]
+    states = {(r.pp, r.tp): _with_bytes(r.file.value.get("rng_state"), r.file) for r in legacy.ranks}
+    if any(type(state) is not list or not state for state in states.values()):
+        return [], [Note("dropped", "rng_state", "some ranks have no random states")]
+    size = f"{layout.pp}.{layout.tp}"
+    records = [(f"rng_state/shard_{pp}.{tp}_{size}", dump_file([state], "archive")) for (pp, tp), state in sorted(states.items())]
+    return records, [Note("kept", "rng_state", _TRANSLATED)]
+
+
+def _from_records(checkpoint: Checkpoint, layout: ParallelLayout) -> dict[tuple[int, int, int], Any]:
+    """(tp, pp, ep) -> the list that the rank's record holds; nothing when the layout is another or a record is no such list."""
+    found = [o for o in checkpoint.objects.values() if o.key == "rng_state"]
+    if layout.ep > 1 or any(o.grid != (layout.pp, layout.tp) or o.extent.length > OBJECT_LIMIT for o in found):
+        return {}
+    states = {}
+    for stored in found:
+        file = open_torch_file(stored.extent.path, stored.extent.offset, stored.extent.length)
+        held = file.value
+        value = _with_bytes(held[0] if type(held) is list and len(held) == 1 else None, file)
+        if type(value) is not list or not value:
+            return {}
+        states[stored.index[1], stored.index[0], 0] = value
+    return states
 
 
 def rank_random_states(
@@ -77,6 +109,9 @@ def rank_random_states(
         states = {(r.tp, r.pp, r.ep): _with_bytes(r.file.value.get("rng_state"), r.file) for r in legacy.ranks}
         if all(s is not None for s in states.values()):
             return states, [Note("kept", "rng_state", "random states of all ranks: tp, pp and ep stay")]
+    translated = _from_records(checkpoint, layout)
+    if len(translated) == layout.tp * layout.pp:
+        return translated, [Note("kept", "rng_state", _TRANSLATED)]
     grids = {o.grid[:2] for o in checkpoint.objects.values() if o.key == "rng_state"}
     told = _OTHER_FORM if grids == {(layout.pp, layout.tp)} else _LOST
     return {}, [Note("dropped", "rng_state", f"{told} when it is started with --no-load-rng")]

@@ -42,6 +42,7 @@ def start(job: Job) -> Run:
     """The run at its first iteration: at its beginning, or where the checkpoint was saved."""
     args = Namespace(**job.args)
     args.params_dtype = getattr(torch, str(args.params_dtype))
+    args.transformer_impl = "transformer_engine" if model.transformer_engine(job.spec) else "local"
     split_ranks(args, job.seed)
     config = model.configuration(args, args.params_dtype, job.spec)
     chunks = model.build(args, config, job.spec)

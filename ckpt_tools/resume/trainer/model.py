@@ -37,16 +37,11 @@ def transformer_engine(spec: str) -> bool:
 
 def activation(args: Namespace) -> tuple[bool, Any]:
     """(gated, function) of the MLP."""
-    from megatron.core.fusions import fused_bias_geglu
-
-    quick_gelu = getattr(fused_bias_geglu, "quick_gelu", None)  # moved with 0.17
-    if quick_gelu is None:
-        quick_gelu = activations.quick_gelu
     known = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": _gelu_tanh,
-        "quick_gelu": quick_gelu,
+        "quick_gelu": activations.quick_gelu,
         "squared_relu": activations.squared_relu,
         "relu": F.relu,
     }
@@ -55,7 +50,7 @@ def activation(args: Namespace) -> tuple[bool, Any]:
     if getattr(args, "squared_relu", False):
         return False, activations.squared_relu
     if getattr(args, "quick_geglu", False):
-        return True, quick_gelu
+        return True, activations.quick_gelu
     name = getattr(args, "activation_func", None) or "gelu"
     return bool(getattr(args, "gated_linear_unit", False)), known[name]
 
@@ -94,7 +89,7 @@ def configuration(args: Namespace, dtype: Any, spec: str) -> Any:
         "fp16": False,
         "deterministic_mode": False,
         "use_cpu_initialization": True,
-        "perform_initialization": False,
+        "perform_initialization": True,  # without it parameters are not marked as tensor-parallel, and norms of gradients are wrong
         "gradient_accumulation_fusion": False,
         "attention_softmax_in_fp32": True,
     }

@@ -1,0 +1,46 @@
+"""The first layers of a model alone: a smaller model with the same widths, to try things on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .errors import CkptError
+from .families.dimensions import dimensions
+from .megatron_target import Prepared
+from .notes import Note
+
+_LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
+PER_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
+
+
+def first_layers(ready: Prepared, count: int) -> tuple[Prepared, list[Note]]:
+    """The model of the first `count` decoder layers, with embedding, final norm, head and the optimizer state of what is left.
+
+    Errors: E410 when the model has no more layers than that, or none is asked for.
+    """
+    view = ready.view
+    layers = view.dims.layers
+    if not 0 < count <= layers:
+        raise CkptError("E410", f"the model cannot be cut to {count} layers", expected=f"1 to {layers}")
+    if count == layers:
+        return ready, []
+    args = cut_arguments(view.args, count)
+    tensors = {n: t for n, t in view.tensors.items() if _keeps(n, count)}
+    told = f"{len(view.tensors) - len(tensors)} tensors of layers {count} to {layers - 1} were left out, as asked"
+    cut = replace(view, tensors=tensors, args=args, dims=dimensions(args), keep_dtype=view.keep_dtype & tensors.keys())
+    return replace(ready, view=cut), [Note("dropped", "layers", told)]
+
+
+def cut_arguments(args: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Megatron's arguments for the first `count` layers: lists with one entry per layer are cut too."""
+    layers = args["num_layers"]
+    cut = {n: args[n][:count] for n in PER_LAYER if isinstance(args.get(n), list | tuple) and len(args[n]) == layers}
+    return {**args, **cut, "num_layers": count, "encoder_num_layers": count}
+
+
+def _keeps(name: str, count: int) -> bool:
+    match = _LAYER.search(name)
+    return match is None or int(match[1]) < count

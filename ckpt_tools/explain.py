@@ -378,6 +378,45 @@ calls nothing. This pickle needs something else to be understood. If you trust i
 Its sizes, as stated inside, go beyond what any checkpoint needs. It is damaged, or made to exhaust the reader's memory.""",
     ),
     # ---- validate and diff
+    # ---- verify-resume
+    "E510": Explanation(
+        "an unknown stage of a path",
+        """\
+--via takes hf, torch, torch_dist, split, lora, or reshard with sizes, as in reshard:tp=2,pp=1. Give it once per stage; stages are passed in
+the order given.""",
+    ),
+    "E511": Explanation(
+        "an experiment that cannot be done",
+        """\
+The numbers of steps, the place of the save, the batch or another setting contradict each other; the message shows which values fit.""",
+    ),
+    "E512": Explanation(
+        "an unknown mistake to inject",
+        """\
+--inject makes one of a fixed list of mistakes on purpose, to show that the comparison sees it.""",
+    ),
+    "E513": Explanation(
+        "libraries for training are not installed",
+        """\
+`ckpt verify-resume` trains with PyTorch and megatron-core, which nothing else in ckpt needs: pip install 'ckpt-tools[train]'.""",
+    ),
+    "E514": Explanation(
+        "training failed",
+        """\
+A process of the trainer ended with an error; its last words are shown. --keep DIR keeps all that was written, with the whole output in
+files that end in .log.""",
+    ),
+    "E515": Explanation(
+        "a path that makes no sense",
+        """\
+A stage of --via cannot be passed from where it stands: converting to the form that the checkpoint already has, for example.""",
+    ),
+    "E516": Explanation(
+        "a model that this trainer cannot run here",
+        """\
+The trainer builds the model with megatron-core on the hardware that is there. What needs Transformer Engine, or does not divide among the
+ranks, is refused before anything is started.""",
+    ),
     # ---- split checkpoints and adapters
     "E540": Explanation(
         "no second copy of the weights",

@@ -31,7 +31,11 @@ def first_layers(ready: Prepared, count: int) -> tuple[Prepared, list[Note]]:
     tensors = {n: t for n, t in view.tensors.items() if _keeps(n, count)}
     told = f"{len(view.tensors) - len(tensors)} tensors of layers {count} to {layers - 1} were left out, as asked"
     cut = replace(view, tensors=tensors, args=args, dims=dimensions(args), keep_dtype=view.keep_dtype & tensors.keys())
-    return replace(ready, view=cut), [Note("dropped", "layers", told)]
+    optimizer = ready.optimizer
+    if optimizer is not None:
+        kept = {n: t for n, t in optimizer.tensors.items() if n in tensors}
+        optimizer = replace(optimizer, tensors=kept, dtypes={n: d for n, d in optimizer.dtypes.items() if n in kept})
+    return replace(ready, view=cut, optimizer=optimizer), [Note("dropped", "layers", told)]
 
 
 def cut_arguments(args: Mapping[str, Any], count: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from .tensors import Shape
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """Sizes of a parallel layout. tp tensor, pp pipeline, vpp virtual stages per pipeline rank, ep expert, etp expert tensor
-    (None = tp, as in Megatron), cp context, dp data.
+    (None = tp, as in Megatron), cp context, dp data (which experts are spread over, as in Megatron: EP is no further axis).
 
     first_layers, last_layers  decoder layers of the first / last pipeline stage when they differ from the others.
     pipeline  a layout string as Megatron takes it ("Et*3|(t*4|)*2t*3L"): E embedding, t a layer, m an MTP layer, L the loss; stages are
@@ -69,15 +69,18 @@ class ParallelLayout:
         return self.vpp if self.pipeline is None else max(1, len(expand_pipeline(self.pipeline)) // self.pp)
 
     def arguments(self) -> dict[str, Any]:
-        """The layout under the names of Megatron's arguments."""
+        """The layout under the names of Megatron's arguments. Experts are spread over data-parallel ranks, so that there are at least as
+        many of these as expert parallelism needs."""
+        dense = self.tp * self.cp
+        stage = math.lcm(dense * self.dp, self.ep * self.expert_tp)
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.expert_tp,
-            "data_parallel_size": self.dp,
-            "world_size": max(self.tp * self.cp, self.stage_ranks) * self.pp * self.dp,
+            "data_parallel_size": stage // dense,
+            "world_size": stage * self.pp,
             "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
             "decoder_first_pipeline_num_layers": self.first_layers,
             "decoder_last_pipeline_num_layers": self.last_layers,
@@ -88,7 +91,7 @@ class ParallelLayout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage that hold different things: the smallest number that both tp and ep x etp divide, times dp."""
+        """Ranks of one pipeline stage that hold different things: the smallest number that both tp and ep x etp divide."""
         return math.lcm(self.tp, self.ep * self.expert_tp)
 
     def stages(self, layers: int) -> dict[tuple[int, int], list[int]]:

@@ -17,7 +17,7 @@ from .formats.torch_legacy_writer import layout_legacy
 from .hf_template import carried_files, find_template
 from .layout import expert_count
 from .legacy_target import layer_spec, rank_states, spec_args
-from .naming import homogeneous
+from .naming import homogeneous, of_local_spec
 from .notes import Note
 from .optimizer.entries import FULLY_RESHARDABLE, NON_DISTRIBUTED, OptimizerEntries, optimizer_entries
 from .optimizer.reading import read_optimizer, repair_optimizer
@@ -192,11 +192,7 @@ def _local_norms(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
         return options.spec == "local"
     if isinstance(checkpoint.details, Legacy):
         return checkpoint.details.spec == "local"
-    return (
-        not any("pre_mlp_layernorm." in n for n in checkpoint.tensors)
-        and any(n.endswith("mlp.router.weight") for n in checkpoint.tensors)
-        and checkpoint.format != "hf"
-    )
+    return checkpoint.format != "hf" and of_local_spec(checkpoint.tensors)
 
 
 def _stacked(view: View, args: Mapping[str, Any], options: ConvertOptions) -> bool:

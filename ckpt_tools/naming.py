@@ -188,6 +188,14 @@ def local_spec_key(key: str, *, latent: bool) -> str:
     return key.replace(".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
 
 
+def of_local_spec(names: Iterable[str]) -> bool:
+    """Whether torch_dist keys are those of a model of the local layer spec, as far as keys tell: dense models are spelled alike in both."""
+    listed = list(names)
+    if any(".kv_layernorm." in n for n in listed):
+        return True
+    return any(n.endswith("mlp.router.weight") for n in listed) and not any("pre_mlp_layernorm." in n for n in listed)
+
+
 def homogeneous(names: Iterable[str]) -> bool:
     """True when every decoder layer has the same tensors, so that Megatron stores them stacked by default."""
     layers: dict[str, set[str]] = {}

@@ -15,7 +15,7 @@ from .errors import CkptError
 from .formats.pickles import Namespace
 from .formats.torch_dist import Locator
 from .model_names import EMBEDDING
-from .naming import local_spec_key
+from .naming import local_spec_key, of_local_spec
 from .tensors import Chunk, Decode, TensorMetadata
 from .views import as_mcore
 
@@ -37,7 +37,7 @@ def join(state: Checkpoint, weights: Checkpoint, *, family: str | None = None) -
     view = as_mcore(weights, family=family, padded_vocab=rows, allow_unrepresentable=True)
     masters = _masters(state, view.tensors)
     tensors = {n: _filled(t, masters.get(n)) for n, t in view.tensors.items()}
-    if _local_spec(state):
+    if of_local_spec(n for n in state.tensors if is_optimizer(n)):  # its state is spelled as its weights were
         latent = any("self_attention.linear_kv_down_proj." in n for n in tensors)
         tensors = {local_spec_key(n, latent=latent): t for n, t in tensors.items()}
     stored = dict(state.args or {})
@@ -57,12 +57,6 @@ def places_looked_at(checkpoint: Checkpoint) -> str:
     location = checkpoint.location
     places = [location.directory, os.path.join(location.directory, "hf"), location.root, os.path.dirname(location.directory)]
     return ", ".join(dict.fromkeys(p for p in places if p))
-
-
-def _local_spec(state: Checkpoint) -> bool:
-    """Whether the run's models were of the local spec: its state then calls the norm before experts linear_fc1.layer_norm."""
-    optimizer = [n for n in state.tensors if is_optimizer(n)]
-    return any(n.endswith("mlp.router.weight") for n in optimizer) and not any("pre_mlp_layernorm." in n for n in optimizer)
 
 
 def _padded_rows(state: Checkpoint) -> int | None:

@@ -15,6 +15,7 @@ from .formats.torch_legacy import Legacy
 from .formats.torch_zip import TorchFile, open_torch_file
 from .formats.torch_zip_writer import dump_file
 from .layout import ParallelLayout
+from .layout_args import source_layout
 from .notes import Note
 from .source_files import opened
 
@@ -22,7 +23,7 @@ OBJECT_LIMIT = 64 * 2**20  # bytes; a rank's random state has about 20 kB
 # what the writers make anew, and what other modules look after
 _OWN = re.compile(r"args|checkpoint_version|iteration|content_metadata|optimizer|model\d*|rng_state")
 _LOST = "random states belong to the ranks of the old layout; Megatron seeds new ones"
-_OTHER_FORM = "random states of runs with expert parallelism are keyed otherwise in torch and torch_dist; Megatron seeds new ones"
+_OTHER_FORM = "torch has random states per expert rank, torch_dist per data-parallel rank, which are more; Megatron seeds new ones"
 _TRANSLATED = "random states of all ranks, value for value, in the form of the other format: tp and pp stay"
 
 
@@ -47,8 +48,8 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool 
     """(full name, stored record) of the random states that torch_dist can keep, and what is lost.
 
     They belong to ranks: they are kept when tensor and pipeline sizes stay, byte for byte, and dropped otherwise. The legacy format keeps
-    the list that a rank's record holds in the rank's file; experts on several ranks have states of their own there, and keys of their own
-    here, so that these are dropped.
+    the list that a rank's record holds in the rank's file. With experts on several ranks torch_dist has a state per data-parallel rank and
+    the legacy format one per expert rank: these are the same ranks where there are as many of both.
     """
     found = [o for o in checkpoint.objects.values() if o.key == "rng_state"]
     if not found and "rng_state" not in (checkpoint.common or {}):
@@ -57,7 +58,7 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool 
         return [], [Note("dropped", "rng_state", "random states were left out, as asked")]
     if isinstance(checkpoint.details, Legacy):
         return _from_ranks(checkpoint.details, layout)
-    if not found or any(o.grid[:2] != (layout.pp, layout.tp) or o.extent.length > OBJECT_LIMIT for o in found):
+    if not found or any(o.grid != _grid(checkpoint, layout, o.grid) or o.extent.length > OBJECT_LIMIT for o in found):
         return [], [Note("dropped", "rng_state", _LOST)]
     kept = []
     for stored in found:
@@ -67,32 +68,52 @@ def random_states(checkpoint: Checkpoint, layout: ParallelLayout, *, keep: bool 
     return kept, [Note("kept", "rng_state", "random states of all ranks, byte for byte: tp and pp stay")]
 
 
+def _grid(checkpoint: Checkpoint, layout: ParallelLayout, stored: tuple[int, ...]) -> tuple[int, ...]:
+    """The grid of random states that a run at `layout` asks for: (pp, tp), and from 0.16 on (pp, tp, dp) where experts are on several ranks
+    (get_rng_state in megatron/training/checkpointing.py); () when the experts were spread otherwise."""
+    source = source_layout(checkpoint.args or {})
+    if source.ep != layout.ep:
+        return ()
+    grid: tuple[int, ...] = (layout.pp, layout.tp)
+    return (*grid, source.dp) if layout.ep > 1 and len(stored) == 3 else grid
+
+
 def _from_ranks(legacy: Legacy, layout: ParallelLayout) -> tuple[list[tuple[str, bytes]], list[Note]]:
     if (legacy.tp, legacy.pp) != (layout.tp, layout.pp):
         return [], [Note("dropped", "rng_state", _LOST)]
-    if legacy.ep > 1 or layout.ep > 1:
+    replicas = layout.arguments()["data_parallel_size"]
+    if legacy.ep != layout.ep or (layout.ep > 1 and (replicas != layout.ep or layout.expert_tp != layout.tp)):
         return [], [Note("dropped", "rng_state", _OTHER_FORM)]
-    states = {(r.pp, r.tp): _with_bytes(r.file.value.get("rng_state"), r.file) for r in legacy.ranks}
+    states = {(r.pp, r.tp, r.ep): _with_bytes(r.file.value.get("rng_state"), r.file) for r in legacy.ranks}
     if any(type(state) is not list or not state for state in states.values()):
         return [], [Note("dropped", "rng_state", "some ranks have no random states")]
-    size = f"{layout.pp}.{layout.tp}"
-    records = [(f"rng_state/shard_{pp}.{tp}_{size}", dump_file([state], "archive")) for (pp, tp), state in sorted(states.items())]
+    axes = 3 if layout.ep > 1 else 2
+    size = ".".join(map(str, (layout.pp, layout.tp, replicas)[:axes]))
+    records = []
+    for place, state in sorted(states.items()):
+        records.append((f"rng_state/shard_{'.'.join(map(str, place[:axes]))}_{size}", dump_file([state], "archive")))
     return records, [Note("kept", "rng_state", _TRANSLATED)]
 
 
 def _from_records(checkpoint: Checkpoint, layout: ParallelLayout) -> dict[tuple[int, int, int], Any]:
     """(tp, pp, ep) -> the list that the rank's record holds; nothing when the layout is another or a record is no such list."""
     found = [o for o in checkpoint.objects.values() if o.key == "rng_state"]
-    if layout.ep > 1 or any(o.grid != (layout.pp, layout.tp) or o.extent.length > OBJECT_LIMIT for o in found):
+    wanted = {_grid(checkpoint, layout, o.grid) for o in found}
+    if wanted != {o.grid for o in found} or len(wanted) != 1 or any(o.extent.length > OBJECT_LIMIT for o in found):
+        return {}
+    if layout.ep > 1 and (layout.expert_tp != layout.tp or len(next(iter(wanted))) != 3):
         return {}
     states = {}
     for stored in found:
+        replica = stored.index[2] if len(stored.index) == 3 else 0
+        if replica >= layout.ep:  # of another data-parallel rank, for which the legacy format has no file
+            continue
         file = open_torch_file(stored.extent.path, stored.extent.offset, stored.extent.length)
         held = file.value
         value = _with_bytes(held[0] if type(held) is list and len(held) == 1 else None, file)
         if type(value) is not list or not value:
             return {}
-        states[stored.index[1], stored.index[0], 0] = value
+        states[stored.index[1], stored.index[0], replica] = value
     return states
 
 
@@ -110,7 +131,7 @@ def rank_random_states(
         if all(s is not None for s in states.values()):
             return states, [Note("kept", "rng_state", "random states of all ranks: tp, pp and ep stay")]
     translated = _from_records(checkpoint, layout)
-    if len(translated) == layout.tp * layout.pp:
+    if len(translated) == layout.tp * layout.pp * layout.ep:
         return translated, [Note("kept", "rng_state", _TRANSLATED)]
     grids = {o.grid[:2] for o in checkpoint.objects.values() if o.key == "rng_state"}
     told = _OTHER_FORM if grids == {(layout.pp, layout.tp)} else _LOST

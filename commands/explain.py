@@ -12,6 +12,8 @@ EPILOG = """Examples:
 
   ckpt explain V301      a finding of ckpt validate
 
+  ckpt explain R104      a reason that ckpt verify-resume gives
+
   ckpt explain           all of them"""
 
 
@@ -25,18 +27,20 @@ def explain(
     """Tell more about a code: what the error or finding means, why it matters, what to do."""
     from ..errors import CkptError, nearest
     from ..explain import EXPLANATIONS, Explanation
+    from ..resume.meanings import MEANINGS as REASONS
     from ..validation.meanings import MEANINGS
     from ..validation.table import BY_CODE
     from .output import Output
 
     known = EXPLANATIONS | {c: Explanation(BY_CODE[c].title, text) for c, text in MEANINGS.items()}
+    known |= {c: Explanation(title, text) for c, (title, text) in REASONS.items()}
     output = Output("json" if json else format)
     if code is None:
         output.document("explain", {"codes": {c: {"title": e.title, "text": " ".join(e.text.split())} for c, e in known.items()}})
         output.table(["code", "meaning"], [(c, e.title) for c, e in known.items()])
         return
     wanted = code.upper()
-    wanted = wanted if wanted.startswith(("E", "V")) else f"E{wanted}"
+    wanted = wanted if wanted.startswith(("E", "V", "R")) else f"E{wanted}"
     if wanted not in known:
         near = nearest(wanted, known)
         hint = f"nearest: {', '.join(near)}" if near else "`ckpt explain` lists them"

@@ -28,6 +28,7 @@ COMMANDS = (
     Entry("inspect", "Look", "Say what a checkpoint is: format, iteration, tensors, layout, model arguments"),
     Entry("validate", "Look", "Check a checkpoint: files, names, shapes, optimizer state, and with --deep every value"),
     Entry("diff", "Look", "Whether two checkpoints hold the same model, across formats and layouts; what differs and why"),
+    Entry("verify-resume", "Look", "Prove that training continues: save, convert, load, go on, compare with a run that never stopped"),
     Entry("convert", "Change", "Convert between Hugging Face safetensors and Megatron-Core"),
     Entry("reshard", "Change", "Move a Megatron checkpoint to another parallel layout, optimizer included"),
     Entry("slim", "Change", "Take weights out of an iteration folder that lie beside it as safetensors too"),
@@ -123,7 +124,7 @@ def first_screen() -> str:
     lines = [ABOUT, "", "Usage: ckpt COMMAND [OPTIONS]", ""]
     for group in dict.fromkeys(entry.group for entry in entries):
         lines.append(f"{group}:")
-        lines += [f"  {entry.name:<10} {entry.summary}" for entry in entries if entry.group == group]
+        lines += [f"  {entry.name:<13} {entry.summary}" for entry in entries if entry.group == group]
     return "\n".join([*lines, "", "Examples:", EXAMPLES, "", CLOSING]) + "\n"
 
 

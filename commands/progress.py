@@ -124,3 +124,62 @@ def _clock(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+class Stages:
+    """What is happening now and how many steps of it are done, for work that is counted in steps rather than bytes.
+
+    A live line on a terminal; elsewhere one line per stage. Use as a context manager.
+    """
+
+    def __init__(self, enabled: bool, total: int) -> None:
+        self._enabled, self._total, self._done = enabled, total, 0
+        self._live = enabled and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._start = time.monotonic()
+        self._label = ""
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def stage(self, label: str) -> None:
+        """Something else begins."""
+        self._label = sanitize(label)
+        if self._live:
+            self._draw("")
+        elif self._enabled:
+            sys.stderr.write(f"{time.monotonic() - self._start:.0f} s: {self._label}\n")
+            sys.stderr.flush()
+
+    def step(self, label: str) -> None:
+        """One step of it is done."""
+        self._done += 1
+        if self._live:
+            self._draw(sanitize(label))
+
+    def _draw(self, figures: str) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            console = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)
+            texts = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[figures]")]
+            self._bar = Progress(
+                texts[0],
+                BarColumn(bar_width=30),
+                TimeElapsedColumn(),
+                texts[1],
+                console=console,
+                transient=True,
+                refresh_per_second=4,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._task = self._bar.add_task(self._label, total=self._total, figures="")
+            self._bar.start()
+        self._bar.update(self._task, description=self._label, completed=self._done, figures=figures)

@@ -52,8 +52,9 @@ def validate(
     """
     from ..validation.mend import apply_mends, plan_mends
     from ..validation.run import Options, codes_of, examine, look_at
+    from .ci_formats import Style
     from .progress import progress as progress_of
-    from .validate_report import Style, show, show_mends
+    from .validate_report import show, show_mends
 
     style = Style("json" if json else format)
     options = Options(iteration, deep, strict, resume, codes_of(select), codes_of(ignore), family, threads)

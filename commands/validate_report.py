@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
-from xml.sax.saxutils import escape, quoteattr
 
-from ..errors import CkptError
 from ..validation.finding import Finding
 from ..validation.mend import Mend
 from ..validation.run import Report
 from ..validation.table import BY_CODE
 from .cells import sanitize
-from .output import FORMATS, Output, note, warn
-
-OWN = ("github", "junit")
-GITHUB = {"error": "error", "warning": "warning", "info": "notice"}
-
-
-class Style:
-    """The format asked for. CkptError E001 for one that there is not."""
-
-    def __init__(self, format: str) -> None:
-        if format not in (*FORMATS, *OWN):
-            raise CkptError("E001", "there is no such output format", found=repr(format), expected=", ".join((*FORMATS, *OWN)))
-        self.own = format if format in OWN else None
-        self.output = Output("auto" if self.own else format)
+from .ci_formats import Style, TestCase, annotation, junit, write
+from .output import note, warn
 
 
 def show(style: Style, report: Report, mended: Sequence[str]) -> None:
     """Write the answer."""
     if style.own == "github":
-        _lines([_annotation(f) for f in report.findings] + [sanitize(f"{report.given}: {verdict(report)}")])
+        write([_annotation(f) for f in report.findings] + [sanitize(f"{report.given}: {verdict(report)}")])
         return
     if style.own == "junit":
-        _lines(_junit(report))
+        write(junit("ckpt validate", report.given, _cases(report)))
         return
     output = style.output
     output.document("validate", document(report, mended))
@@ -133,39 +118,18 @@ def _text(finding: Finding) -> str:
 
 
 def _annotation(finding: Finding) -> str:
-    """A workflow command of GitHub Actions; its own escapes, so that no text from a file can begin another command."""
-
-    def data(text: str) -> str:
-        return sanitize(text).replace("%", "%25")
-
-    def property(text: str) -> str:
-        return data(text).replace(":", "%3A").replace(",", "%2C")
-
-    message = data(f"{finding.tensor}: {_text(finding)}" if finding.tensor else _text(finding))
-    place = f"file={property(finding.where)}," if finding.where else ""
-    return f"::{GITHUB[finding.severity]} {place}title={property(finding.code)}::{message}"
+    message = f"{finding.tensor}: {_text(finding)}" if finding.tensor else _text(finding)
+    return annotation(finding.severity, finding.where, finding.code, message)
 
 
-def _junit(report: Report) -> list[str]:
+def _cases(report: Report) -> list[TestCase]:
     """One test case per check that ran; a finding that counts is a failure, any other goes to its output."""
     counted = ("error", "warning") if report.strict else ("error",)
-    cases: list[str] = []
-    failures = 0
+    cases = []
     extra = {f.code for f in report.findings} - set(report.checked)
     for code in (*report.checked, *sorted(extra)):
         found = [f for f in report.findings if f.code == code]
         bad = [f for f in found if f.severity in counted]
-        failures += bool(bad)
-        head = f"  <testcase classname={quoteattr(sanitize(report.given))} name={quoteattr(f'{code} {BY_CODE[code].title}')}"
-        if not found:
-            cases.append(f"{head}/>")
-            continue
-        lines = "\n".join(escape(sanitize(f"{_place(f)}: {_text(f)}")) for f in bad or found)
-        body = f"<failure message={quoteattr(sanitize(bad[0].text))}>{lines}</failure>" if bad else f"<system-out>{lines}</system-out>"
-        cases.append(f"{head}>{body}</testcase>")
-    suite = f'<testsuite name="ckpt validate" tests="{len(cases)}" failures="{failures}">'
-    return ['<?xml version="1.0" encoding="UTF-8"?>', suite, *cases, "</testsuite>"]
-
-
-def _lines(lines: Sequence[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
+        lines = tuple(f"{_place(f)}: {_text(f)}" for f in bad or found)
+        cases.append(TestCase(f"{code} {BY_CODE[code].title}", bad[0].text if bad else "", lines))
+    return cases

@@ -32,6 +32,20 @@ _RUN_CONFIG = "run_config.yaml"
 _RUN_CONFIG_LIMIT = 4 * 2**20  # bytes; a real one has some 20 kB
 
 
+def is_factor(name: str) -> bool:
+    """Whether a canonical name is that of a factor of an adapter."""
+    return _FACTOR.fullmatch(name) is not None
+
+
+def other_factor(name: str) -> str:
+    """The name of the factor that belongs to this one."""
+    for pair in ((".linear_in.", ".linear_out."), (".lora_A.", ".lora_B.")):
+        for one, other in (pair, pair[::-1]):
+            if one in name:
+                return name.replace(one, other)
+    return name
+
+
 def holds_adapter(names: Iterable[str]) -> bool:
     """Whether stored names are those of an adapter in Megatron's own modules."""
     return any(_FACTOR.fullmatch(name) for name in names)

@@ -2,80 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Callable, Mapping
 
+from ..pages import Page
 from .result import Difference
 
-STYLE = """\
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #1b1f24; background: #fff }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #d8dee4 }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } th { font-weight: 600; white-space: nowrap }
-.good { color: #116329 } .bad { color: #a40e26 } .bar { fill: #4a7fb5 } text { font: 12px system-ui, sans-serif; fill: #1b1f24 }
-@media (prefers-color-scheme: dark) {
-  body { color: #dfe4ea; background: #14171b } th, td { border-color: #363d45 } .good { color: #57c271 } .bad { color: #ff8080 }
-  .bar { fill: #6ea3d8 } text { fill: #dfe4ea }
-}"""
 HEIGHT, STEP, LABEL, LONGEST = 22, 26, 130, 560  # pixels of a bar, from bar to bar, of its label, of the longest bar
 
 
 def page(found: Difference, verdict: str, clean: Callable[[str], str]) -> str:
     """The whole page. verdict: its first line; clean: makes text from files harmless before it is escaped."""
-
-    def text(value: Any) -> str:
-        return escape(clean(str(value)))
-
-    def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-        head = "".join(f"<th>{text(c)}</th>" for c in columns)
-        body = "".join("<tr>" + "".join(f"<td>{text(_shown(v))}</td>" for v in row) + "</tr>\n" for row in rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
-
-    parts = [f'<h1>ckpt diff: <span class="{"good" if found.equal else "bad"}">{text(verdict)}</span></h1>']
+    made = Page("ckpt diff", clean)
+    made.verdict(found.equal, verdict)
     sides = [(n, s.directory, s.format, s.label or "", s.chosen) for n, s in (("A", found.a), ("B", found.b))]
-    parts.append(table(("", "folder", "format", "iteration", "chosen"), sides))
-    parts.append(f"<p>{found.tensors} tensors, {found.elements:,} elements, {found.nbytes:,} bytes of A were compared.</p>")
-    sections: list[tuple[str, str]] = []
+    made.add(made.table(("", "folder", "format", "iteration", "chosen"), sides))
+    made.add(f"<p>{found.tensors} tensors, {found.elements:,} elements, {found.nbytes:,} bytes of A were compared.</p>")
     if found.causes:
         rows = [("" if c.exact else "perhaps", f"B {c.text}", len(c.tensors), ", ".join(c.tensors[:8])) for c in found.causes]
-        sections.append(("Likely causes", table(("", "cause", "tensors", "such as"), rows)))
+        made.add(made.table(("", "cause", "tensors", "such as"), rows), "Likely causes")
     for title, missing in (("Only in A", found.only_a), ("Only in B", found.only_b)):
         if missing:
             lines = [(m.name, m.dtype, m.shape, m.nearest) for m in missing]
-            sections.append((title, table(("tensor", "dtype", "shape", "nearest"), lines)))
+            made.add(made.table(("tensor", "dtype", "shape", "nearest"), lines), title)
     for title, unlike in (("Shapes", found.shapes), ("Dtypes", found.dtypes), ("Settings", found.config)):
         if unlike:
-            sections.append((title, table(("", "A", "B"), [(u.name, u.a, u.b) for u in unlike])))
+            made.add(made.table(("", "A", "B"), [(u.name, u.a, u.b) for u in unlike]), title)
     if found.values:
-        sections.append(("How far apart: elements by |A - B|", bars(found.histogram)))
+        made.add(bars(found.histogram), "How far apart: elements by |A - B|")
         columns = ("tensor", "shape", "differing", "of", "max abs", "at", "max rel", "max ulp", "cosine", "|A - B|")
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f"<td>{text(_shown(x))}</td>"
-                for x in (v.name, v.shape, v.differing, v.count, v.max_abs, v.max_abs_at, v.max_rel, v.max_ulp, v.cosine)
-            )
-            + f"<td>{spark(v.histogram)}</td></tr>\n"
-            for v in sorted(found.values, key=lambda v: -v.max_abs)
-        )
-        head = "".join(f"<th>{text(c)}</th>" for c in columns)
-        sections.append(("Values", f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"))
+        worst = sorted(found.values, key=lambda v: -v.max_abs)
+        cells = [(v.name, v.shape, v.differing, v.count, v.max_abs, v.max_abs_at, v.max_rel, v.max_ulp, v.cosine) for v in worst]
+        made.add(made.table(columns, cells, lambda n: spark(worst[n].histogram)), "Values")
     if found.notes:
-        sections.append(("Remarks", table(("", "about", ""), [(n.kind, n.subject, n.text) for n in found.notes])))
-    parts += [f"<h2>{text(title)}</h2>\n{body}" for title, body in sections]
-    head = f'<meta charset="utf-8"><title>ckpt diff</title>\n<style>\n{STYLE}\n</style>'
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n' + "\n".join(parts) + "\n</body>\n</html>\n"
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) if value and isinstance(value[0], str) else str(list(value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        made.add(made.table(("", "about", ""), [(n.kind, n.subject, n.text) for n in found.notes]), "Remarks")
+    return made.html()
 
 
 def bars(histogram: Mapping[int, int]) -> str:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .model import Beginning, beginning
 from .reasons import explain
 from .records import Trace, dumped, read_trace
 from .result import DIFFERS, EQUAL, Point, Reason, Row, Verified
-from .route import Arrival, follow, layout_after
+from .route import Arrival, follow, for_layout, layout_after
 from .settings import INJECTIONS, Settings
 
 STRAIGHT, FIRST, RESUMED, OTHER = "straight", "first half", "resumed", "straight, second layout"
@@ -54,7 +55,7 @@ def verify(settings: Settings, folder: Path, events: Events | None = None) -> Ve
     arrived = follow(settings.via, plan.saved_run(), _made(folder / "path"), events.on_stage)
     if settings.inject == "dup-weights":
         stale_copy(arrived, plan.older_run(), folder)
-    whole = judge(str(arrived.run), arrived.iteration, random=plan.exact)
+    whole = judge(str(arrived.run), arrived.iteration, family=begin.family, random=plan.exact)
     events.on_stage("training on")
     train(plan.second_jobs(arrived), plan.ranks(plan.resumed_layout), folder, events.on_step)
     events.on_stage("comparing")
@@ -95,6 +96,7 @@ class _Plan:
             length=begin.length,
             steps=settings.steps,
             rate=settings.rate,
+            lora=settings.lora,
             **{**base, **more},
         )
 
@@ -112,10 +114,22 @@ class _Plan:
 
     def saved_run(self) -> Arrival:
         wrong = self.settings.inject == "wrong-iteration"
-        return Arrival(self.folder / "run", self.saved - int(wrong), self.settings.form, self.layout)
+        return replace(self._at(self.folder / "run", self.saved - int(wrong)), config=self._config())
+
+    def _at(self, run: Path, iteration: int) -> Arrival:
+        return Arrival(run, iteration, self.settings.form, self.layout, self.begin.family, self.begin.rows)
+
+    def _config(self) -> Path | None:
+        """The base model's config.json, which an adapter needs to be named."""
+        if not self.settings.lora:
+            return None
+        path = self.folder / "base" / "config.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(self.settings.config))
+        return path
 
     def older_run(self) -> Arrival:
-        return Arrival(self.folder / "older", self.saved - 1, self.settings.form, self.layout)
+        return self._at(self.folder / "older", self.saved - 1)
 
     def second_jobs(self, arrived: Arrival) -> list[Job]:
         """The resumed run, in a process that knows nothing of the first, and where the layout changed a straight run in the new one."""
@@ -126,11 +140,21 @@ class _Plan:
             self.resumed_layout,
             load=str(arrived.folder),
             load_form=arrived.form,
+            weights=str(arrived.weights) if arrived.weights else None,
             dumps=(arrived.iteration, self.end),
             fault=self.settings.inject if in_loader else None,
         )
-        other = [] if self.exact else [self.job(OTHER, self.end, self.resumed_layout, dumps=(self.end,))]
-        return [resumed, *other]
+        if self.exact:
+            return [resumed]
+        return [resumed, self.job(OTHER, self.end, self.resumed_layout, load=self._beginning_in_second_layout(), dumps=(self.end,))]
+
+    def _beginning_in_second_layout(self) -> str | None:
+        """What the other straight run begins with: Megatron loads torch_dist at any TP and PP, but not with another EP."""
+        begin = self.begin
+        if begin.load is None or self.layout.ep == self.resumed_layout.ep:
+            return str(begin.load) if begin.load else None
+        here = replace(self._at(begin.load.parent, begin.iteration), form="torch_dist")
+        return str(for_layout(here, self.resumed_layout, self.folder / "beginning in the second layout").folder)
 
     def compared(self, arrived: Arrival, wrong: tuple[Reason, ...], missing: tuple[str, ...], seconds: float) -> Verified:
         here, there = self.ranks(self.layout), self.ranks(self.resumed_layout)

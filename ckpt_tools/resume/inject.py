@@ -12,6 +12,6 @@ from .route import Arrival, convert
 def stale_copy(arrived: Arrival, older: Arrival, folder: Path) -> None:
     """Put the weights of `older` as safetensors into the root of the run that `arrived` names."""
     made = folder / "older_hf"
-    convert(older.run, made, ConvertOptions(to="hf"), older.iteration)
+    convert(older.run, made, ConvertOptions(to="hf", family=older.family), older.iteration)
     for path in made.iterdir():
         shutil.copyfile(path, arrived.run / path.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Job:
     sequences   of one step, over all data-parallel ranks;  length: tokens of one;  samples: consumed before the first step.
     steps       of the whole schedule: warm-up over the first, cosine decay over twice as many;  rate: its peak.
     fault       a mistake to make while loading (faults.py), or None.
+    lora        train and save an adapter only, the base being frozen.
+    weights     iteration folder to take the model's state from, where that is not the one in `load`.
     """
 
     name: str
@@ -43,7 +45,8 @@ class Job:
     steps: int = 8
     rate: float = 1e-3
     fault: str | None = None
-    fault_data: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    weights: str | None = None
 
 
 def write_jobs(path: Path, jobs: Sequence[Job]) -> None:

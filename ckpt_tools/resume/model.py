@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+from glob import escape as glob_escape
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,10 @@ from ..layout import ParallelLayout
 from ..optimizer.kinds import optimizer_state
 from ..options import ConvertOptions
 from ..views import as_mcore
-from .completeness import judge
+from .completeness import ALL, judge
 from .result import Reason
 from .route import layout_after
-from .settings import Settings
+from .settings import ALPHA, RANK, Settings
 
 DROPOUT = 0.1
 _DISTRIBUTED = (
@@ -39,7 +42,8 @@ _DISTRIBUTED = (
 class Beginning:
     """model: in words;   args: Megatron's arguments of the model, without a layout;   load: iteration folder to load first, or None;
     iteration: where that is;   layout of the first processes;   optimizer "distributed" or "plain";   length: tokens of a sequence;
-    dims: the model's sizes;   missing, reasons: what is wrong with the checkpoint;   notes: what a person must know."""
+    dims: the model's sizes;   family: its name, where known;   missing, reasons: what is wrong with the checkpoint;   notes: what a person
+    must know."""
 
     model: str
     args: dict[str, Any]
@@ -49,14 +53,22 @@ class Beginning:
     optimizer: str
     length: int
     dims: Dimensions | None
+    family: str | None = None
     missing: tuple[str, ...] = ()
     reasons: tuple[Reason, ...] = ()
     notes: tuple[str, ...] = ()
+    lora: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the padded vocabulary, the same in every layout of the experiment."""
+        return int(self.args["padded_vocab_size"])
 
     def arguments(self, layout: ParallelLayout) -> dict[str, Any]:
         """All arguments that a run of this model at a layout has and stores."""
         stored = checkpoint_args(self.args, layout=layout.arguments(), iteration=self.iteration, weights_only=False)
-        return {**stored, "use_distributed_optimizer": self.optimizer == "distributed"}
+        adapter = {"lora_rank": RANK, "lora_alpha": ALPHA} if self.lora else {}
+        return {**stored, **adapter, "use_distributed_optimizer": self.optimizer == "distributed"}
 
 
 def beginning(settings: Settings, folder: Path) -> Beginning:
@@ -72,9 +84,7 @@ def _from_config(settings: Settings) -> Beginning:
     config = dict(settings.config)
     family = family_of_config(config, "--config")
     args, _ = args_from_config(config, family.rules)
-    sizes = {settings.layout.tp, layout_after(settings.via, settings.layout).tp}
-    step = math.lcm(*sizes)
-    args["padded_vocab_size"] = -(-args["vocab_size"] // step) * step
+    args["padded_vocab_size"] = _padded(args["vocab_size"], settings)
     args["params_dtype"] = settings.dtype or args.get("params_dtype") or "bfloat16"
     changed = layout_after(settings.via, settings.layout) != settings.layout
     dropout = settings.dropout if settings.dropout is not None else 0.0 if changed else DROPOUT
@@ -91,24 +101,39 @@ def _from_config(settings: Settings) -> Beginning:
         settings.optimizer or "distributed",
         min(settings.length, args["max_position_embeddings"]),
         dimensions(args),
+        family.name,
         notes=notes,
+        lora=settings.lora,
     )
+
+
+def _padded(rows: int, settings: Settings) -> int:
+    """Rows that every tensor-parallel size of the experiment divides."""
+    step = math.lcm(settings.layout.tp, layout_after(settings.via, settings.layout).tp)
+    return -(-rows // step) * step
 
 
 def _from_run(settings: Settings, folder: Path) -> Beginning:
     path = settings.run or ""
-    checkpoint = open_checkpoint(path, settings.iteration)
+    try:
+        checkpoint = open_checkpoint(path, settings.iteration)
+    except CkptError as error:
+        if error.code in ("E101", "E103") and glob(os.path.join(glob_escape(path), "*.safetensors")):
+            return _weights_only(settings, path, error)
+        raise
     place = checkpoint.location
     whole = judge(path, settings.iteration, family=settings.family)
     iteration = place.iteration or 0
     if whole.missing:
         return Beginning(
-            place.directory, {}, None, iteration, settings.layout, "distributed", settings.length, None, whole.missing, whole.reasons
+            place.directory, {}, None, iteration, settings.layout, "distributed", settings.length, None, None, whole.missing, whole.reasons
         )
     options = ConvertOptions(to="torch_dist", family=settings.family, layout=settings.layout, max_layers=settings.max_layers)
     joined, _ = choose_weights(checkpoint, options)
     view = as_mcore(joined, family=settings.family)
     args = dict(view.args)
+    args["padded_vocab_size"] = _padded(args["padded_vocab_size"], settings)
+    options = replace(options, padded_vocab=args["padded_vocab_size"])
     if settings.max_layers is not None:
         args = cut_arguments(args, settings.max_layers)
     args["params_dtype"] = settings.dtype or _dtype_of(view.tensors.values())
@@ -129,8 +154,17 @@ def _from_run(settings: Settings, folder: Path) -> Beginning:
         settings.optimizer or ("distributed" if kind in _DISTRIBUTED else "plain"),
         min(settings.length, args.get("max_position_embeddings") or settings.length),
         dimensions(args),
+        view.family.name if view.family else settings.family,
         reasons=whole.reasons,
         notes=tuple(notes),
+    )
+
+
+def _weights_only(settings: Settings, path: str, error: CkptError) -> Beginning:
+    """Safetensors beside a tracker whose iteration is not there: weights were exported and the training state was not saved."""
+    note = f"{error.what}: only safetensors are here"
+    return Beginning(
+        path, {}, None, 0, settings.layout, "distributed", settings.length, None, None, ALL, (), (note,)
     )
 
 
@@ -151,6 +185,15 @@ def _check(made: Beginning, settings: Settings) -> None:
             "this model's norms store gamma - 1, which only Transformer Engine computes",
             hint="--spec te, on a machine with Transformer Engine",
         )
+    for layout in (settings.layout, layout_after(settings.via, settings.layout)):
+        replicas = layout.arguments()["data_parallel_size"]
+        if settings.sequences % replicas:
+            raise CkptError(
+                "E511",
+                "the sequences of a step do not divide among the data-parallel ranks",
+                expected=f"a multiple of {replicas}",
+                found=str(settings.sequences),
+            )
     for name, size in (("num_attention_heads", settings.layout.tp), ("padded_vocab_size", settings.layout.tp)):
         if int(args.get(name) or 0) % size:
             what = f"{name} does not divide by the tensor-parallel size"

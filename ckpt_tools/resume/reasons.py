@@ -53,8 +53,15 @@ def _of_what_was_loaded(runs: Runs, loaded: Mapping[str, Row], dims: Dimensions 
         yield Reason("R106", "optimizer step", text, expected=_list(here.steps), found=_list(there.steps))
     if "scheduler" in loaded:
         name = loaded["scheduler"].tensor
-        text = "the learning-rate schedule was not restored"
-        yield Reason("R107", "scheduler", text, name, str(here.scheduler.get(name)), str(there.scheduler.get(name)))
+        text = f"the learning-rate schedule was not restored ({name})"
+        expected, found = str(here.scheduler.get(name)), str(there.scheduler.get(name))
+        for number, step in runs.resumed.steps.items():
+            straight = runs.straight.steps.get(number)
+            if straight is not None and step.lr is not None and step.lr != straight.lr:
+                expected += f", learning rate {straight.lr:g} at iteration {number}"
+                found += f", learning rate {step.lr:g}"
+                break
+        yield Reason("R107", "scheduler", text, "", expected, found)
     if "random states" in loaded:
         row = loaded["random states"]
         text = f"random states were not restored ({row.differing} of {row.total} generators): dropout draws other masks"
@@ -91,11 +98,12 @@ def _changed(code: str, component: str, key: str, loaded: tuple[State, State], d
     told: set[str] = set()
     for cause in causes[:3]:
         told |= set(cause.tensors)
-        what = f"{component}: {_count(len(cause.tensors), 'tensor')} of what was loaded {cause.text}"
+        what = f"{component} as loaded, against those saved (A): {cause.text} ({_count(len(cause.tensors), 'tensor')})"
         yield Reason(code, component, what, cause.tensors[0])
     rest = [n for n in wrong if n not in told]
     if rest:
-        yield Reason(code, component, f"{component}: {_count(len(rest), 'tensor')} that was loaded is not the one that was saved", rest[0])
+        more = " more" if told else ""
+        yield Reason(code, component, f"{component} as loaded are not those saved: {_count(len(rest), 'tensor')}{more}", rest[0])
 
 
 def _unexplained(rows: list[Row]) -> Reason:

@@ -22,6 +22,7 @@ INJECTIONS = {
     "dup-weights": "an older copy of the weights lies beside the checkpoint",
 }
 FORMS = ("hf", "torch", "torch_dist", "split", "lora")
+RANK, ALPHA = 4, 8.0  # of the adapters that are trained
 _SIZES = ("tp", "pp", "vpp", "ep", "etp", "dp")
 
 # A Llama of 0.2 million parameters: grouped attention, gated MLP, untied embeddings; large enough for TP 4, PP 4 and to learn something.
@@ -134,13 +135,18 @@ class Settings:
         ):
             if value not in known:
                 raise CkptError("E511", f"{name} cannot be {value!r}", expected=", ".join(k for k in known if k))
-        if self.sequences % self.layout.dp:
+
+        if self.lora and (len(self.via) > 1 or self.run or self.layout.tp > 1 or self.form != "torch_dist" or self.spec == "te"):
             raise CkptError(
-                "E511",
-                "the sequences of a step do not divide among the data-parallel ranks",
-                expected=f"a multiple of {self.layout.dp}",
-                found=str(self.sequences),
+                "E515",
+                "an adapter is trained on a model of random weights, without tensor parallelism, and goes through a PEFT folder alone",
+                expected="--via lora as the only stage; no RUN, no --tp, no --ckpt-format torch, no --spec te",
             )
+
+    @property
+    def lora(self) -> bool:
+        """Whether an adapter is trained, the base being frozen."""
+        return any(stage.kind == "lora" for stage in self.via)
 
     @property
     def saved_after(self) -> int:

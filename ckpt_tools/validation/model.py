@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..adapters.megatron import is_factor
 from ..checkpoint import Checkpoint
 from ..errors import CkptError
 from ..families import family_named, family_of_config
@@ -33,7 +34,7 @@ class Model:
     inferred    whether the family was told from tensors, not named by a config or a person.
     missing, unexpected   names against the family;   misshapen   name -> (expected, found);   keep_dtype  names never cast.
     quantised   whether config.json says so;   remarks     what was assumed about the model;
-    unknown     why names and shapes were not checked; "" when they were.
+    unknown     why names and shapes were not checked; "" when they were;   factors  names of an adapter in Megatron's modules.
     """
 
     side: str
@@ -51,6 +52,7 @@ class Model:
     remarks: tuple[str, ...] = ()
     quantised: bool = False
     errors: tuple[CkptError, ...] = ()
+    factors: tuple[str, ...] = ()
 
     @property
     def repeated(self) -> list[tuple[str, str]]:
@@ -104,7 +106,11 @@ def model_of_megatron(
         tensors = canonical_tensors(weights, where)
     except CkptError as error:
         return Model("mcore", where, dict(weights), unknown=error.what, errors=(error,))
-    plain = Model("mcore", where, tensors)
+    factors = tuple(n for n in tensors if is_factor(n))
+    if factors and len(factors) == len(tensors):
+        return Model("mcore", where, tensors, unknown="it holds an adapter; the weights of its base lie elsewhere", factors=factors)
+    tensors = {n: t for n, t in tensors.items() if not is_factor(n)}
+    plain = Model("mcore", where, tensors, factors=factors)
     if checkpoint.args is None:
         return replace(plain, unknown="the checkpoint stores no model arguments")
     args: dict[str, Any] = dict(checkpoint.args)

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from ..adapters.megatron import other_factor
 from ..dtypes import ALIASES, DTYPES
 from ..errors import CkptError, nearest
 from ..families import FAMILIES
@@ -54,7 +55,11 @@ def no_tensors(subject: Subject) -> Iterator[Problem]:
 
 
 def adapter(subject: Subject) -> Iterator[Problem]:
-    """A PEFT adapter: its config, and both factors of every pair."""
+    """A PEFT adapter: its config, and both factors of every pair, which an adapter in Megatron's modules must have too."""
+    for model in subject.models:
+        for name in model.factors:
+            if other_factor(name) not in model.factors:
+                yield Problem("one factor of a low-rank pair is missing", model.where, other_factor(name))
     if subject.location is None or subject.location.format != "peft" or os.path.isfile(subject.directory):
         return
     if "adapter_config.json" not in subject.names:
@@ -114,7 +119,7 @@ def assumed(subject: Subject) -> Iterator[Problem]:
 def layer_holes(subject: Subject) -> Iterator[Problem]:
     """Layers that lack what the others have, told without knowing the family."""
     for model in subject.models:
-        if not model.unknown:
+        if not model.unknown or model.factors:
             continue
         layers: dict[int, set[str]] = {}
         for name in model.tensors:

@@ -151,7 +151,29 @@ def test_random_states_are_translated_between_the_formats_of_the_same_layout(sha
     assert {"random_rng_state", "np_rng_state", "torch_rng_state", "rng_tracker_states"} <= new[1, 1][0].keys()
 
 
-def test_random_states_of_experts_on_several_ranks_are_named_as_lost_between_the_formats(shared, tmp_path):
-    done = ckpt("convert", shared / "real" / "legacy_mixtral_ep2_seq_bf16" / "mcore", tmp_path / "out", "--to", "torch_dist", "--dry-run", "--json")
+@pytest.mark.parametrize(("name", "to"), [("legacy_mixtral_ep2_seq_bf16", "torch_dist"), ("mixtral_ep2_seq_bf16", "torch")])
+def test_random_states_of_experts_on_as_many_ranks_as_there_are_replicas_are_translated(shared, tmp_path, name, to):
+    run = shared / "real" / name / "mcore"
+    convert(run, tmp_path / "out", "--to", to)
+
+    def states(folder):
+        ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+        if ranks:
+            return [plainly(torch.load(path, weights_only=False)["rng_state"]) for path in ranks]
+        import torch.distributed.checkpoint as dcp
+
+        index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        wanted = {n: None for n in index if n.startswith("rng_state")}
+        assert sorted(wanted) == ["rng_state/shard_0.0.0_1.1.2", "rng_state/shard_0.0.1_1.1.2"]  # as Megatron 0.16.1 asks for them
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        return [plainly(wanted[n][0]) for n in sorted(wanted)]
+
+    old, new = states(iteration(run)), states(iteration(tmp_path / "out"))
+    assert old == new and len(old) == 2 and old[0] != old[1]
+
+
+def test_random_states_of_more_replicas_than_expert_ranks_are_named_as_lost_between_the_formats(shared, tmp_path):
+    run = shared / "real" / "legacy_mixtral_ep2_seq_bf16" / "mcore"
+    done = ckpt("convert", run, tmp_path / "out", "--to", "torch_dist", "--dp", "4", "--dry-run", "--json")
     told = [n for n in json.loads(done.stdout)["notes"] if n["subject"] == "rng_state"]
-    assert [n["kind"] for n in told] == ["dropped"] and "expert parallelism" in told[0]["text"]
+    assert [n["kind"] for n in told] == ["dropped"] and "data-parallel rank" in told[0]["text"]

@@ -6,6 +6,7 @@ Source: save_checkpoint, load_checkpoint and generate_state_dict in megatron/tra
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 class Run:
     """A run in progress: its arguments, model chunks, optimizer and schedule, and how far it is.
 
+    stored: whether a checkpoint of it holds a key of the model's state dict: all of them, or only those of an adapter.
     notes: what was not restored although it was there, and why.
     """
 
@@ -35,9 +37,15 @@ class Run:
     optimizer: Any
     scheduler: Any
     distributed: bool
+    stored: Callable[[str], bool]
     iteration: int = 0
     consumed: int = 0
     notes: list[str] = field(default_factory=list)
+
+
+def everything(name: str) -> bool:
+    """A checkpoint of a whole model holds all of its state dict."""
+    return True
 
 
 def save(run: Run, root: Path, form: str) -> None:
@@ -80,13 +88,17 @@ def _save_torch_dist(run: Run, folder: Path) -> None:
     metadata = _metadata(run)
     state = _common(run)
     for key, model in zip(keys(run.chunks), run.chunks, strict=True):
-        state[key] = model.sharded_state_dict(metadata=_with_group(metadata))
+        state[key] = _model_state(run, model, metadata)
     state["optimizer"] = run.optimizer.sharded_state_dict(state, metadata=_with_group(metadata))
     state["rng_state"] = random_state.sharded([random_state.collect()])
     choices: dict[str, Any] = {"content_metadata": metadata, "validate_access_integrity": False}
     if takes(dist_checkpointing.save, "async_strategy"):
         choices["async_strategy"] = "mcore"
     dist_checkpointing.save(state, str(folder), **choices)
+
+
+def _model_state(run: Run, model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in model.sharded_state_dict(metadata=_with_group(metadata)).items() if run.stored(name)}
 
 
 def rank_folder(args: Namespace) -> str:
@@ -108,31 +120,46 @@ def _save_legacy(run: Run, folder: Path) -> None:
     if parallel_state.get_data_parallel_rank() == 0 or parallel_state.get_expert_data_parallel_rank() == 0:
         state = _common(run) | {"optimizer": run.optimizer.state_dict(), "rng_state": [random_state.collect()]}
         for key, model in zip(keys(run.chunks), run.chunks, strict=True):
-            state[key] = model.state_dict_for_save_checkpoint()
+            state[key] = {name: value for name, value in model.state_dict_for_save_checkpoint().items() if run.stored(name)}
         torch.save(state, own / "model_optim_rng.pt")
 
 
-def load(run: Run, folder: Path, form: str, fault: Any) -> None:
+def load(run: Run, folder: Path, form: str, fault: Any, weights: Path | None = None) -> None:
     """Put the run where the checkpoint was: weights, optimizer, schedule, random states, counters. Every rank calls it.
 
-    fault  what the loader is to do wrong (faults.py). Errors: KeyError names what the checkpoint lacks.
+    fault    what the loader is to do wrong (faults.py).
+    weights  another iteration folder (torch_dist) to take the model's state from.
+
+    Errors: KeyError names what the checkpoint lacks.
     """
     make_state(run.optimizer)
     with torch.no_grad():
         for model in run.chunks:  # so that a parameter which silently stays as it was cannot pass for a loaded one
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))
-    state = _load_legacy(run, folder, fault) if form == "torch" else _load_torch_dist(run, folder, fault)
+            for name, parameter in model.named_parameters():
+                if run.stored(name):
+                    parameter.fill_(float("nan"))
+    if weights is not None:
+        _load_weights(run, weights)
+    state = _load_legacy(run, folder, fault) if form == "torch" else _load_torch_dist(run, folder, fault, weights is None)
     if not fault.restores("optimizer"):
         run.optimizer.reload_model_params()  # as Megatron-LM does with --no-load-optim
     own_steps(run.optimizer)
     if fault.restores("scheduler") and state.get("opt_param_scheduler"):
-        run.scheduler.load_state_dict(state["opt_param_scheduler"])
+        _restore_schedule(run.scheduler, state["opt_param_scheduler"])
     run.iteration = int(state["iteration"])
     run.consumed = int(state["args"].consumed_train_samples)
     states = state.get("rng_state")
     if states and fault.restores("rng"):
         _restore_random(run, states)
+
+
+def _restore_schedule(scheduler: Any, held: dict[str, Any]) -> None:
+    """Megatron's load_state_dict sets the weight decay of the next step before it takes the checkpoint's values for it (0.16.1, 0.19.2): a
+    run whose command line says another decay than the checkpoint takes one step with it. Here the checkpoint's values are there first."""
+    for name in ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"):
+        if name in held:
+            setattr(scheduler, name, held[name])
+    scheduler.load_state_dict(held)
 
 
 def _restore_random(run: Run, states: list[Any]) -> None:
@@ -143,15 +170,15 @@ def _restore_random(run: Run, states: list[Any]) -> None:
         run.notes.append(str(error))
 
 
-def _load_torch_dist(run: Run, folder: Path, fault: Any) -> dict[str, Any]:
+def _load_torch_dist(run: Run, folder: Path, fault: Any, with_model: bool) -> dict[str, Any]:
     common = dist_checkpointing.load_common_state_dict(str(folder))
     metadata = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
     names = keys(run.chunks)
-    request: dict[str, Any] = {
-        key: model.sharded_state_dict(metadata=_with_group(metadata)) for key, model in zip(names, run.chunks, strict=True)
-    }
+    request: dict[str, Any] = {key: _model_state(run, model, metadata) for key, model in zip(names, run.chunks, strict=True)}
     if fault.restores("optimizer"):
         request["optimizer"] = run.optimizer.sharded_state_dict(request, is_loading=True, metadata=_with_group(metadata))
+    if not with_model:
+        request = {key: entry for key, entry in request.items() if key not in names}
     stored = common["args"]
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     if all(getattr(stored, size) == getattr(run.args, size) for size in sizes):
@@ -166,15 +193,25 @@ def _load_torch_dist(run: Run, folder: Path, fault: Any) -> dict[str, Any]:
         state.pop("rng_state", None)
         run.notes.append("the checkpoint holds no random states")
     for key, model in zip(names, run.chunks, strict=True):
-        _into(model, state[key], folder)
+        if with_model:
+            _into(run, model, state[key], folder)
     if "optimizer" in state and fault.restores("optimizer"):
         run.optimizer.load_state_dict(state["optimizer"])
     return dict(state)
 
 
-def _into(model: Any, state: dict[str, Any], folder: Path) -> None:
+def _load_weights(run: Run, folder: Path) -> None:
+    metadata = dict(dist_checkpointing.load_content_metadata(checkpoint_dir=str(folder)) or {})
+    names = keys(run.chunks)
+    request = {key: _model_state(run, model, metadata) for key, model in zip(names, run.chunks, strict=True)}
+    state = dist_checkpointing.load(request, str(folder), validate_access_integrity=False)
+    for key, model in zip(names, run.chunks, strict=True):
+        _into(run, model, state[key], folder)
+
+
+def _into(run: Run, model: Any, state: dict[str, Any], folder: Path) -> None:
     lacking, unexpected = model.load_state_dict(state, strict=False)
-    wrong = [*unexpected, *(name for name in lacking if not name.endswith("_extra_state"))]
+    wrong = [*unexpected, *(name for name in lacking if run.stored(name) and not name.endswith("_extra_state"))]
     if wrong:
         raise KeyError(f"{folder} and the model do not agree about {', '.join(wrong[:8])}")
 
@@ -183,7 +220,7 @@ def _load_legacy(run: Run, folder: Path, fault: Any) -> dict[str, Any]:
     own = folder / rank_folder(run.args)
     state = torch.load(own / "model_optim_rng.pt", map_location="cpu", weights_only=False)
     for key, model in zip(keys(run.chunks), run.chunks, strict=True):
-        _into(model, state[key], folder)
+        _into(run, model, state[key], folder)
     if fault.restores("optimizer"):
         run.optimizer.load_state_dict(state["optimizer"])
         if run.distributed:

@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ..job import Job
-from . import data, model, optimizer
-from .checkpointing import Run, load, save
+from . import data, lora, model, optimizer
+from .checkpointing import Run, everything, load, save
 from .faults import Fault
 from .parallel import rank, split_ranks
 from .placement import Placement, initialise
@@ -47,17 +47,19 @@ def start(job: Job) -> Run:
     config = model.configuration(args, args.params_dtype, job.spec)
     chunks = model.build(args, config, job.spec)
     for chunk in chunks:
+        if job.lora:
+            lora.adapt(chunk)
         initialise(Placement(chunk))
     distributed = job.optimizer == "distributed"
     wrapped, adam = optimizer.wrap(chunks, distributed=distributed, rate=job.rate)
     warmup = job.sequences * max(1, job.steps // 4)
     scheduler = optimizer.schedule(adam, rate=job.rate, samples=2 * job.sequences * job.steps, warmup=warmup)
-    run = Run(args, chunks, wrapped, adam, scheduler, distributed)
+    run = Run(args, chunks, wrapped, adam, scheduler, distributed, lora.is_factor if job.lora else everything)
     if job.load is None:
         optimizer.make_state(adam)
     else:
         fault = Fault(job.fault)
-        load(run, Path(job.load), job.load_form, fault)
+        load(run, Path(job.load), job.load_form, fault, Path(job.weights) if job.weights else None)
         fault.after(run)
     return run
 

@@ -11,6 +11,7 @@ from .errors import CkptError
 from .families.dimensions import dimensions
 from .megatron_target import Prepared
 from .notes import Note
+from .tensors import TensorMetadata
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
 PER_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
@@ -28,8 +29,8 @@ def first_layers(ready: Prepared, count: int) -> tuple[Prepared, list[Note]]:
     if count == layers:
         return ready, []
     args = cut_arguments(view.args, count)
-    tensors = {n: t for n, t in view.tensors.items() if _keeps(n, count)}
-    told = f"{len(view.tensors) - len(tensors)} tensors of layers {count} to {layers - 1} were left out, as asked"
+    tensors = within(view.tensors, count)
+    told = f"{len(view.tensors) - len(tensors)} tensors of {layers - count} of {layers} layers were left out, as asked"
     cut = replace(view, tensors=tensors, args=args, dims=dimensions(args), keep_dtype=view.keep_dtype & tensors.keys())
     optimizer = ready.optimizer
     if optimizer is not None:
@@ -43,6 +44,11 @@ def cut_arguments(args: Mapping[str, Any], count: int) -> dict[str, Any]:
     layers = args["num_layers"]
     cut = {n: args[n][:count] for n in PER_LAYER if isinstance(args.get(n), list | tuple) and len(args[n]) == layers}
     return {**args, **cut, "num_layers": count, "encoder_num_layers": count}
+
+
+def within(tensors: Mapping[str, TensorMetadata], count: int) -> dict[str, TensorMetadata]:
+    """The tensors that belong to the first `count` decoder layers, or to none."""
+    return {n: t for n, t in tensors.items() if _keeps(n, count)}
 
 
 def _keeps(name: str, count: int) -> bool:

@@ -68,7 +68,7 @@ def lay_out(
         common["optimizer"] = optimizer.common
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     template = find_template(checkpoint, options)
-    made, copies, carried = carried_files(template, folder) if weights else ([], (), [])
+    made, copies, carried = carried_files(template, folder) if weights and options.max_layers is None else ([], (), [])
     notes = [*template.notes, *carried, *dropped]
     notes += [*pad_notes(view), *_flags(checkpoint, args)] if weights else []
     details: dict[str, Any] = {"format": options.to, "iteration": "release" if iteration is None else iteration}

@@ -64,6 +64,9 @@ def convert(
         str | None,
         typer.Option("--moe-layout", help="Experts of an HF target: per-expert as on the hub, or fused.", show_default=False),
     ] = None,
+    max_layers: Annotated[
+        int | None, typer.Option("--max-layers", help="Only the first layers of the model (torch_dist).", show_default=False)
+    ] = None,
     layer_keys: Annotated[
         str, typer.Option("--layer-keys", help="torch_dist keys: stacked, per-layer, or auto (as Megatron would).")
     ] = "auto",
@@ -131,6 +134,7 @@ def convert(
         hf_config=str(hf_config) if hf_config else None,
         dtype=dtype,
         layer_keys=layer_keys,
+        max_layers=max_layers,
         layout=target_layout(
             checkpoint,
             tp=tp,

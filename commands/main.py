@@ -39,7 +39,8 @@ COMMANDS = (
 
 ABOUT = """\
 ckpt moves LLM checkpoints between Hugging Face safetensors and Megatron-Core (torch_dist).
-It works on the files alone: no GPU, no torch, no model is built, and memory does not grow with the model."""
+It works on the files alone: no GPU, no torch, no model is built, and memory does not grow with the model.
+Only verify-resume trains: it proves, with megatron-core, that a run goes on as if it had never stopped."""
 
 EXAMPLES = """\
   ckpt inspect runs/llama                                what is in the latest iteration of a run

@@ -33,7 +33,7 @@ LAYOUT, EXPERIMENT, MODEL, SHOW = "Layout", "Experiment", "Model", "Output"
 def verify_resume(
     source: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="Run folder to start from; without it a tiny model is trained.", show_default=False),
+        typer.Argument(metavar="RUN", help="Run folder to start from; without it a tiny model is trained.", show_default=False),
     ] = None,
     via: Annotated[
         list[str] | None,

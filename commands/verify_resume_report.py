@@ -139,9 +139,9 @@ def _told(row: Row | None) -> str:
     if row.verdict == NOISE:
         return f"noise: {row.largest:.2g} of {row.floor:.2g}"
     if row.verdict == DIFFERS:
-        many = f"{row.differing} of {row.total} " if row.total > 1 else ""
-        size = f", by {row.largest:.3g}" if row.largest is not None else ""
-        floor = f" (noise {row.floor:.3g})" if row.floor is not None else ""
+        many = f"{row.differing}/{row.total} " if row.total > 1 else ""
+        size = f", by {row.largest:.2g}" if row.largest is not None else ""
+        floor = f" (noise {row.floor:.2g})" if row.floor is not None else ""
         return f"DIFFERS {many}from {row.iteration}{size}{floor}"
     return row.verdict
 

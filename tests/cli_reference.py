@@ -56,8 +56,9 @@ def section(name: str) -> str:
 def row(option: Any) -> str:
     """One option as a row of a table."""
     names = ", ".join(f"`{o}`" for o in [*option.opts, *option.secondary_opts])
-    kind = "" if option.is_flag else f" {KINDS[option.type_descriptor.annotation.__name__]}"
-    default = "required" if option.required else "" if option.default in (None, False, ()) or callable(option.default) else f"`{option.default}`"
+    kind = option.type_descriptor.annotation.__name__
+    kind = "" if option.is_flag else f" {option.metavar if kind == 'list' else KINDS[kind]}"
+    default = "required" if option.required else "" if option.default in (None, False, (), []) or callable(option.default) else f"`{option.default}`"
     return f"| {names}{kind} | {cell(option.help)} | {default} |"
 
 

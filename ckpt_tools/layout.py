@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import CkptError
+from .model_names import EXPERT
 from .tensors import Shape
 
 
@@ -235,8 +236,8 @@ def layer_of(name: str) -> int | None:
 
 def expert_of(name: str) -> int | None:
     """Global expert number of a canonical name, or None."""
-    match = re.search(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$", name)
-    return int(match[1]) if match else None
+    match = EXPERT.match(name)
+    return int(match["expert"]) if match else None
 
 
 def expert_count(names: Iterable[str]) -> int:

@@ -13,7 +13,9 @@ SEQUENTIAL = "sequential"  # expert by expert, fc1 then fc2 (SequentialMLP)
 GROUPED = "grouped"  # two tensors weight1 / weight2 with the transposed experts side by side (GroupedMLP, until 0.16)
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-EXPERT = re.compile(r"^(?P<head>.*mlp\.experts\.)(?P<tail>linear_fc[12]\.(?:weight|bias))(?P<expert>\d+)$")  # canonical
+# An adapter's factor within a module: of Megatron-Bridge and NeMo, and of ms-swift
+FACTOR = r"(?:adapter\.(?:adapter_[a-z]+\.)?linear_(?:in|out)|lora_[AB](?:\.default)?)"
+EXPERT = re.compile(rf"^(?P<head>.*mlp\.experts\.)(?P<tail>linear_fc[12]\.(?:{FACTOR}\.)?(?:weight|bias))(?P<expert>\d+)$")  # canonical
 RANK_EXPERT = re.compile(
     r"^(?P<head>.*mlp\.experts\.)(?:local_experts\.(?P<seq>\d+)\.(?P<tail>linear_fc[12]\.(?:weight|bias))"
     r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<number>\d+))$"

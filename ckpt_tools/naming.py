@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .errors import CkptError
-from .model_names import EXPERT
+from .model_names import EXPERT, FACTOR
 from .tensors import Chunk, Shape, TensorMetadata
 
 _OPTIMIZER = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.)(?P<key>.+)")
 _WRAPPER = re.compile(r"^(?:module\.)+")
 _LAYER = re.compile(r"^(?P<stack>(?:decoder|mtp|encoder)\.layers\.)(?:(?P<layer>\d+)\.)?(?P<rest>.+)$")
 _EXPERT = re.compile(
-    r"^(?P<head>(?:.*\.)?mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<tail>linear_fc[12]\.(?:weight|bias))(?P<half>_[wv])?$"
+    rf"^(?P<head>(?:.*\.)?mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<tail>linear_fc[12]\.(?:{FACTOR}\.)?(?:weight|bias))(?P<half>_[wv])?$"
 )
 
 

@@ -22,6 +22,7 @@ from ..formats.pickles import Namespace
 from ..formats.torch_dist_writer import layout_torch_dist
 from ..hf_template import carried_files, find_template
 from ..layout import ParallelLayout
+from ..model_names import EXPERT
 from ..naming import homogeneous
 from ..notes import Note
 from ..options import ConvertOptions
@@ -137,12 +138,13 @@ def fuse(adapter: Adapter, hf_config: Mapping[str, Any], *, family: str | None =
     together = all(_shared(binding, found) for binding, found in groups if len(binding.hf) > 1)
     tensors: dict[str, TensorMetadata] = {}
     for binding, pairs in groups:
-        module = binding.mcore.removesuffix(".weight")
+        module, _, expert = binding.mcore.rpartition(".weight")
         if len(binding.hf) == 1 or together:
-            _put(tensors, f"{module}.adapter", pairs[min(pairs)].a, _rows(binding, pairs, dims))
+            _put(tensors, f"{module}.adapter", expert, pairs[min(pairs)].a, _rows(binding, pairs, dims))
         else:
             for position, pair in pairs.items():
-                _put(tensors, f"{module}.adapter.adapter_{_PARTS[len(binding.hf)][position]}", pair.a, pair.b)
+                _put(tensors, f"{module}.adapter.adapter_{_PARTS[len(binding.hf)][position]}", expert, pair.a, pair.b)
+    _check_experts(tensors, dims, where)
     ((rank, scale),) = kinds
     kind = "LoRA: fused modules have one pair" if together else "CanonicalLoRA: fused modules keep a pair for each part"
     alpha = scale * rank
@@ -161,7 +163,7 @@ def _groups(adapter: Adapter, bindings: list[Binding], dims: Dimensions) -> list
             raise CkptError("E545", f"the adapter changes {module}, which the model does not have", where=adapter.directory, found=found)
         binding, position = place[module]
         shape = binding.mapping.hf_shapes(dims)[position]
-        if isinstance(binding.mapping, Vocab) or ".experts." in binding.mcore or any(p.axes for p in binding.mapping.pieces(dims)):
+        if isinstance(binding.mapping, Vocab) or any(p.axes for p in binding.mapping.pieces(dims)):
             raise CkptError("E543", f"ckpt does not write adapters of {binding.mcore} for Megatron", where=adapter.directory)
         if len(binding.hf) not in (1, *_PARTS) or (len(binding.hf) == 1 and _joined(binding, dims)):
             raise CkptError("E543", f"ckpt does not write adapters of {binding.mcore} for Megatron", where=adapter.directory)
@@ -175,6 +177,20 @@ def _groups(adapter: Adapter, bindings: list[Binding], dims: Dimensions) -> list
             )
         groups.setdefault(binding.mcore, (binding, {}))[1][position] = pair
     return [(b, groups[b.mcore][1]) for b in bindings if b.mcore in groups]
+
+
+def _check_experts(tensors: Mapping[str, TensorMetadata], dims: Dimensions, where: str) -> None:
+    """CkptError E543 when some experts of a layer have factors and others none: Megatron stores those of all experts as one tensor."""
+    held: dict[str, int] = {}
+    for name in tensors:
+        match = EXPERT.match(name)
+        if match:
+            key = f"{match['head']}{match['tail']}"
+            held[key] = held.get(key, 0) + 1
+    for key, count in held.items():
+        if count != dims.symbols.get("E"):
+            expected = f"{dims.symbols.get('E')} experts"
+            raise CkptError("E543", f"only some experts have the factor {key}", where=where, expected=expected, found=str(count))
 
 
 def _joined(binding: Binding, dims: Dimensions) -> bool:
@@ -207,9 +223,9 @@ def _rows(binding: Binding, found: Mapping[int, Pair], dims: Dimensions) -> Tens
     return TensorMetadata("", first.b.dtype, (binding.mapping.mcore_shape(dims)[0], first.rank), tuple(chunks))
 
 
-def _put(tensors: dict[str, TensorMetadata], prefix: str, a: TensorMetadata, b: TensorMetadata) -> None:
+def _put(tensors: dict[str, TensorMetadata], prefix: str, expert: str, a: TensorMetadata, b: TensorMetadata) -> None:
     for end, tensor in (("in", a), ("out", b)):
-        name = f"{prefix}.linear_{end}.weight"
+        name = f"{prefix}.linear_{end}.weight{expert}"
         tensors[name] = replace(tensor, fqn=name)
 
 

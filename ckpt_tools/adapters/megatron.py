@@ -25,7 +25,7 @@ from ..tensors import Chunk, TensorMetadata
 from .peft import Adapter, Pair
 
 _FACTOR = re.compile(
-    r"(?P<module>.+)\.(?:adapter\.(?:adapter_(?P<part>[a-z]+)\.)?linear_(?P<end>in|out)|lora_(?P<which>[AB])(?:\.default)?)\.weight"
+    r"(?P<module>.+)\.(?:adapter\.(?:adapter_(?P<part>[a-z]+)\.)?linear_(?P<end>in|out)|lora_(?P<which>[AB])(?:\.default)?)\.weight(?P<expert>\d*)"
 )
 _PARTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}  # position among the HF tensors of the fused module
 _RUN_CONFIG = "run_config.yaml"
@@ -69,16 +69,16 @@ def open_megatron_adapter(
         if match is None:
             raise CkptError("E543", f"{name} is no factor of an adapter", where=where, expected="linear_in, linear_out, lora_A, lora_B")
         which = match["which"] or {"in": "A", "out": "B"}[match["end"]]
-        factors.setdefault((match["module"], match["part"]), {})[which] = tensor
+        factors.setdefault((f"{match['module']}.weight{match['expert']}", match["part"]), {})[which] = tensor
     scale = _Scale.of(checkpoint, alpha)
-    bindings = {b.mcore.removesuffix(".weight"): b for b in expand(chosen, dimensions(args)) if b.mcore.endswith(".weight")}
+    bindings = {b.mcore: b for b in expand(chosen, dimensions(args))}
     pairs: dict[str, Pair] = {}
     for (module, part), found in factors.items():
         if found.keys() != {"A", "B"}:
             raise CkptError("E544", "one of the two factors is missing", where=f"{where}: {module}", found=", ".join(found))
         binding = bindings.get(module)
         if binding is None:
-            kind = "E543" if ".experts." in module else "E545"
+            kind = "E543" if ".experts." in module else "E545"  # one adapter for all experts of a rank is no adapter of a module of HF
             raise CkptError(kind, f"ckpt does not know the adapter of {module} in a {chosen.name} model", where=where)
         pairs.update(_apart(binding, part, found["A"], found["B"], dimensions(args), scale, where))
     order = [n.removesuffix(".weight") for b in expand(chosen, dimensions(args)) for n in b.hf]

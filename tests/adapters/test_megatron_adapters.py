@@ -262,3 +262,80 @@ def test_what_adapters_of_megatron_cannot_hold_is_refused(base, tmp_path, config
     peft_adapter(base, tmp_path / "adapter", **config)
     said = ckpt("convert", tmp_path / "adapter", tmp_path / "run", "--to", "torch_dist", "--hf-config", base)
     assert said.returncode == 2 and "E543" in said.stderr and not (tmp_path / "run").exists()
+
+
+EXPERTS, WIDTH, LAYERS_WITH_EXPERTS = 4, 16, 2
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 8, "intermediate_size": WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "vocab_size": 100,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "sliding_window": None, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def mixtral_weights():
+    shapes = {"model.embed_tokens.weight": (100, 8), "model.norm.weight": (8,), "lm_head.weight": (100, 8)}
+    for layer in range(LAYERS_WITH_EXPERTS):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{p}_proj.weight": (r, 8) for p, r in (("q", 8), ("k", 4), ("v", 4), ("o", 8))}
+        shapes |= {f"{at}.input_layernorm.weight": (8,), f"{at}.post_attention_layernorm.weight": (8,)}
+        shapes[f"{at}.block_sparse_moe.gate.weight"] = (EXPERTS, 8)
+        for expert in range(EXPERTS):
+            where = f"{at}.block_sparse_moe.experts.{expert}"
+            shapes |= {f"{where}.w1.weight": (WIDTH, 8), f"{where}.w2.weight": (8, WIDTH), f"{where}.w3.weight": (WIDTH, 8)}
+    return {n: small(s, 100 + i) for i, (n, s) in enumerate(shapes.items())}
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """A base with experts, a Megatron adapter of all of them as megatron-core stores it (axes: layer, expert), and what both make together."""
+
+    def make(naming):
+        weights = mixtral_weights()
+        (tmp_path / "moe").mkdir()
+        write_hf(tmp_path / "moe", tensors=weights)
+        (tmp_path / "moe" / "config.json").write_text(json.dumps(MIXTRAL))
+        stored = {}
+        for i, (module, (rows, columns)) in enumerate({"linear_fc1": (2 * WIDTH, 8), "linear_fc2": (8, WIDTH)}.items()):
+            a, b = small((2, EXPERTS, RANK, columns), 900 + i), small((2, EXPERTS, rows, RANK), 950 + i)
+            for end, factor in zip(NAMES[naming], (a, b), strict=True):
+                stored[f"decoder.layers.mlp.experts.experts.{module}.{end}"] = factor
+            for layer in range(2):
+                for expert in range(EXPERTS):
+                    where = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+                    delta = ALPHA / RANK * (b[layer, expert] @ a[layer, expert])
+                    for part, rows_of in (("w1", delta[:WIDTH]), ("w3", delta[WIDTH:])) if module == "linear_fc1" else (("w2", delta),):
+                        weights[f"{where}.{part}.weight"] = weights[f"{where}.{part}.weight"] + rows_of
+        write_torch_dist(tmp_path / "run", stored, arguments())
+        return tmp_path / "moe", tmp_path / "run", weights
+
+    return make
+
+
+@pytest.mark.case("M1")
+@pytest.mark.parametrize("naming", NAMES)
+def test_adapters_of_experts_are_added_expert_by_expert_and_go_to_peft_and_back(experts, tmp_path, naming):
+    base, run, expected = experts(naming)
+    done("merge", base, run, tmp_path / "merged")
+    assert same(read_hf(tmp_path / "merged"), expected)
+    done("convert", run, tmp_path / "peft", "--to", "peft", "--hf-config", base, "--verify")
+    done("merge", base, tmp_path / "peft", tmp_path / "again")
+    assert same(read_hf(tmp_path / "again"), expected)
+    done("convert", tmp_path / "peft", tmp_path / "back", "--to", "torch_dist", "--hf-config", base, "--verify")
+    done("merge", base, tmp_path / "back", tmp_path / "third")
+    assert same(read_hf(tmp_path / "third"), expected)
+    from builders import read_torch_dist
+
+    stored = read_torch_dist(tmp_path / "back" / "release")
+    assert stored["decoder.layers.mlp.experts.experts.linear_fc1.adapter.linear_out.weight"].shape == (2, EXPERTS, 2 * WIDTH, RANK)
+
+
+def test_factors_of_some_experts_alone_are_refused_for_megatron(experts, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    base, run, _ = experts("bridge")
+    done("convert", run, tmp_path / "peft", "--to", "peft", "--hf-config", base)
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    save_file({n: t for n, t in load_file(path).items() if "experts.2." not in n}, path)
+    finished = ckpt("convert", tmp_path / "peft", tmp_path / "out", "--to", "torch_dist", "--hf-config", base)
+    assert finished.returncode == 2 and "only some experts" in finished.stderr and not (tmp_path / "out").exists()

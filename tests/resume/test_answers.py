@@ -91,7 +91,7 @@ def test_the_page_is_whole_and_draws_the_curves(tmp_path, capsys, found):
 def test_stages_that_do_not_exist_are_refused_with_those_that_do(text, code):
     with pytest.raises(CkptError) as caught:
         parse_stage(text)
-    assert caught.value.code == code and "reshard:tp=2" in caught.value.expected or "and a number" in caught.value.expected
+    assert (caught.value.code == code and "reshard:tp=2" in caught.value.expected) or "and a number" in caught.value.expected
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_stages_that_do_not_exist_are_refused_with_those_that_do(text, code):
 def test_settings_that_make_no_experiment_are_refused(settings, code):
     with pytest.raises(CkptError) as caught:
         Settings(**settings)
-    assert caught.value.code == code and caught.value.expected or caught.value.found
+    assert (caught.value.code == code and caught.value.expected) or caught.value.found
 
 
 def test_what_needs_libraries_or_another_machine_is_refused_before_anything_starts(run_ckpt, fixtures):

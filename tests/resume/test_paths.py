@@ -87,6 +87,14 @@ def test_an_adapter_goes_on_after_a_detour_through_peft(experiment):
     assert moments.total == 4 * 4 * 2  # two factors of four modules in four layers, and nothing of the base
 
 
+@pytest.mark.case("M1")
+def test_an_adapter_of_experts_goes_on_after_a_detour_through_peft(experiment):
+    found = experiment("lora", config=json.loads((FAMILIES / "mixtral.json").read_text()))
+    check_exact(found)
+    moments = next(row for row in found.rows if row.component == "exp_avg")
+    assert moments.total == 3 * 2 * (2 + 4 * 2)  # in each layer two factors of attention's two modules and of two of each expert
+
+
 def test_experts_on_two_ranks(experiment):
     config = json.loads((FAMILIES / "mixtral.json").read_text())
     check_exact(experiment("torch", config=config, layout=ParallelLayout(ep=2)))

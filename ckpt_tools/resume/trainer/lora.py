@@ -33,10 +33,12 @@ def adapt(model: Any) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, module in list(model.named_modules()):
-        if name.rpartition(".")[2] not in TARGETS or ".experts." in name:
+        if name.rpartition(".")[2] not in TARGETS:
             continue
         height, width = module.weight.shape
         module.adapter = Factors(width, height, module.weight.dtype).to(module.weight.device)
+        for parameter in module.adapter.parameters():
+            parameter.allreduce = getattr(module.weight, "allreduce", True)  # false for experts on several ranks
         module.register_forward_hook(_add)
 
 

@@ -142,6 +142,15 @@ def _from_run(settings: Settings, folder: Path) -> Beginning:
     kind = optimizer_state(checkpoint).kind
     prepared = folder / "beginning"
     plan = plan_conversion(checkpoint, options)
+    lost = [note.text for note in plan.notes if note.kind == "dropped" and note.subject == "optimizer"]
+    if lost:
+        raise CkptError(
+            "E516",
+            "the optimizer's state is there, but ckpt cannot make it loadable at this layout",
+            where=place.directory,
+            found=lost[0],
+            hint="safetensors beside rank files of the legacy format cannot be joined yet",
+        )
     run_conversion(plan, checkpoint, str(prepared), options, fsync=False)
     notes = [f"{note.subject}: {note.text}" for note in plan.notes if note.kind in ("dropped", "cut", "warning") and note.subject]
     name = view.family.name if view.family else "a model of no known family"

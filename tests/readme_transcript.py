@@ -69,8 +69,11 @@ def prepared(folder: Path) -> Path:
 
 
 def without_times(text: str) -> str:
-    """The text with measured times taken out."""
-    return re.sub(r"(?m)^(time +)\S.*$", r"\1...", text)
+    """The text without measured times, and without what a CPU's arithmetic decides: how far two trained models are apart, and the widths of
+    the columns that say so."""
+    text = re.sub(r"(?m)^(time +)\S.*$", r"\1...", text)
+    text = re.sub(r"\bby [0-9][0-9.e+-]*", "by ...", text)
+    return re.sub(r"─+", "─", re.sub(r" {2,}", "  ", text))
 
 
 if __name__ == "__main__":

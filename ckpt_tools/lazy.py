@@ -11,7 +11,7 @@ from .dtypes import dtype
 from .errors import CkptError
 from .source_files import open_source
 from .strided import load_block
-from .tensors import Chunk, Shape, TensorMetadata
+from .tensors import Chunk, Shape, TensorMetadata, whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ class LazyTensor:
     @property
     def shape(self) -> Shape:
         """Global shape."""
-        return self.metadata.global_shape
+        return self.metadata.shape
 
     @property
     def dtype(self) -> str:
@@ -86,11 +86,11 @@ class LazyTensor:
                 offset.append(index)
                 shape.append(1)
                 rest.append(0)
-        return read_box(self.metadata, tuple(offset), tuple(shape))[tuple(rest)]
+        return _read_shown(self.metadata, tuple(offset), tuple(shape))[tuple(rest)]
 
     def numpy(self) -> np.ndarray:
         """The whole tensor as a numpy array."""
-        return read_box(self.metadata, (0,) * len(self.shape), self.shape)
+        return read_box(self.metadata, *whole(self.metadata.global_shape)).reshape(self.shape)
 
     def torch(self) -> Any:
         """The whole tensor as a torch tensor. CkptError E901 when torch is not installed."""
@@ -104,6 +104,20 @@ class LazyTensor:
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
         kind = getattr(torch, self.dtype)
         return flat.view(kind).reshape(self.shape) if array.size else torch.empty(self.shape, dtype=kind)
+
+
+def _read_shown(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
+    """The box (offset, shape), given in the axes of tensor.shape; of a folded axis whole groups are read and cut."""
+    if not tensor.folded:
+        return read_box(tensor, offset, shape)
+    axis = next(i for i, (a, b) in enumerate(zip(tensor.shape, tensor.global_shape, strict=False)) if a != b)
+    inner = tensor.global_shape[axis + 1]
+    first, last = offset[axis] // inner, -(-(offset[axis] + shape[axis]) // inner)
+    before, after = slice(None, axis), slice(axis + 1, None)
+    box = read_box(tensor, (*offset[before], first, 0, *offset[after]), (*shape[before], last - first, inner, *shape[after]))
+    start = offset[axis] - first * inner
+    joined = box.reshape(*shape[before], (last - first) * inner, *shape[after])
+    return joined[(slice(None),) * axis + (slice(start, start + shape[axis]),)]
 
 
 def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:

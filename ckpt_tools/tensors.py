@@ -117,12 +117,22 @@ def _span(shape: Shape, strides: Shape, whole: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """Name, dtype and global shape of a tensor, and the chunks that make it up (in any order)."""
+    """Name, dtype and global shape of a tensor, and the chunks that make it up (in any order).
+
+    folded  the shape that files and readers know, where it is one in which neighbouring axes of global_shape are one axis: of such a
+            tensor a box can be every second column. () = global_shape.
+    """
 
     fqn: str
     dtype: str
     global_shape: Shape
     chunks: tuple[Chunk, ...]
+    folded: Shape = ()
+
+    @property
+    def shape(self) -> Shape:
+        """The shape by which files and readers know the tensor."""
+        return self.folded or self.global_shape
 
     @property
     def numel(self) -> int:
@@ -143,12 +153,57 @@ class TensorMetadata:
             chunks.append(Chunk((kept, *(0,) * len(rest)), (rows - kept, *rest), None))
         return TensorMetadata(self.fqn, self.dtype, (rows, *rest), tuple(chunks))
 
+    def unfolded(self, axis: int, inner: int) -> TensorMetadata:
+        """The same elements with `axis` as two axes, the second of size `inner`. CkptError E305 when it or a chunk cannot be divided so."""
+        shape = _split(self.global_shape, axis, inner, self.fqn)
+        chunks = tuple(_split_chunk(c, axis, inner, self.fqn) for c in self.chunks)
+        return TensorMetadata(self.fqn, self.dtype, shape, chunks, self.shape)
+
     def region(self, offset: Shape, shape: Shape) -> Iterator[Chunk]:
         """The parts of the chunks that lie in the box (offset, shape)."""
         for chunk in self.chunks:
             box = intersect(chunk.global_offset, chunk.local_shape, offset, shape)
             if box is not None:
                 yield chunk.cut(*box)
+
+
+def _split(sizes: Shape, axis: int, inner: int, name: str) -> Shape:
+    if sizes[axis] % inner:
+        raise CkptError("E305", f"axis {axis} of {name} cannot be divided by {inner}", where=name, found=f"{list(sizes)}")
+    return (*sizes[:axis], sizes[axis] // inner, inner, *sizes[axis + 1 :])
+
+
+def _split_chunk(chunk: Chunk, axis: int, inner: int, name: str) -> Chunk:
+    start = chunk.global_offset[axis]
+    if start % inner:
+        raise CkptError("E305", f"a stored piece of {name} begins inside what belongs together", where=name, found=f"{chunk.global_offset}")
+    offset = (*chunk.global_offset[:axis], start // inner, 0, *chunk.global_offset[axis + 1 :])
+    extent, decode = chunk.extent, chunk.decode
+    if extent is not None:
+        if extent.strides is None:
+            raise CkptError("E490", "a chunk was divided before its bytes were located", where=extent.path)
+        step = extent.strides[axis]
+        extent = replace(extent, strides=(*extent.strides[:axis], step * inner, step, *extent.strides[axis + 1 :]))
+    if decode is not None and decode.origin:
+        if decode.block[axis] != 1 or decode.origin[axis] % inner:
+            raise CkptError("E305", f"the scales of {name} are shared by what would be taken apart", where=name)
+        place = (*decode.origin[:axis], decode.origin[axis] // inner, 0, *decode.origin[axis + 1 :])
+        block = (*decode.block[:axis], 1, *decode.block[axis:])
+        decode = replace(decode, origin=place, block=block, scales=tuple(_split_chunk(c, axis, inner, name) for c in decode.scales))
+    return Chunk(offset, _split(chunk.local_shape, axis, inner, name), extent, decode)
+
+
+def unfolded_alike(a: TensorMetadata, b: TensorMetadata) -> tuple[TensorMetadata, TensorMetadata]:
+    """Two tensors of one `shape` with the same axes: what is folded in one is unfolded in the other."""
+    if a.global_shape == b.global_shape:
+        return a, b
+    if len(a.global_shape) > len(b.global_shape):
+        second, first = unfolded_alike(b, a)
+        return first, second
+    axis = next((i for i, (m, n) in enumerate(zip(a.global_shape, b.global_shape, strict=False)) if m != n), len(a.global_shape))
+    if len(a.global_shape) == len(b.global_shape) or axis == len(a.global_shape) or a.shape != b.shape:
+        raise CkptError("E302", f"{a.fqn} has two shapes", expected=f"{list(a.global_shape)}", found=f"{list(b.global_shape)}")
+    return unfolded_alike(a.unfolded(axis, a.global_shape[axis] // b.global_shape[axis]), b)
 
 
 def contiguous_strides(shape: Sequence[int], itemsize: int) -> Shape:

@@ -12,7 +12,7 @@ from .errors import CkptError
 from .execution import run_tasks
 from .planning import Move, move_of
 from .source_files import allow, open_source
-from .tensors import TensorMetadata
+from .tensors import TensorMetadata, unfolded_alike
 
 
 class CompareWorker(Worker):
@@ -65,15 +65,15 @@ def compare(
     moves: list[Move] = []
     for name, tensor in expected.items():
         other = found.get(name)
-        if other is None or other.global_shape != tensor.global_shape:
+        if other is None or other.shape != tensor.shape:
             raise CkptError(
                 "E412",
                 f"the result does not hold {name} as it should",
                 where=name,
-                expected=f"{list(tensor.global_shape)}",
-                found="nothing" if other is None else f"{list(other.global_shape)}",
+                expected=f"{list(tensor.shape)}",
+                found="nothing" if other is None else f"{list(other.shape)}",
             )
-        moves.extend(_pairs(tensor, other, sources, targets))
+        moves.extend(_pairs(*unfolded_alike(tensor, other), sources, targets))
     allow(len(sources) + len(targets))
     source_fds, target_fds = [open_source(p) for p in sources], [open_source(p) for p in targets]
     try:

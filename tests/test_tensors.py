@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.tensors import Chunk, Extent, TensorMetadata, check_tiling, contiguous_strides, intersect, tiling_error
+from ckpt_tools.tensors import Chunk, Extent, TensorMetadata, check_tiling, contiguous_strides, intersect, tiling_error, unfolded_alike
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
@@ -78,6 +78,37 @@ def test_a_cut_chunk_reads_the_same_elements(shape, data):
     raw = stored.transpose(order).tobytes()
     seen = np.ndarray(size, np.int32, raw, part.extent.offset, part.extent.strides)
     assert np.array_equal(seen, array[tuple(slice(o, o + n) for o, n in zip(offset, size))])
+
+
+@given(tilings(), st.integers(1, 3), st.data())
+def test_an_axis_becomes_two_and_the_elements_stay_where_they_are(tiling, inner, data):
+    shape, boxes = tiling
+    axis = data.draw(st.integers(0, len(shape) - 1))
+
+    def wide(sizes):
+        return tuple(n * inner if i == axis else n for i, n in enumerate(sizes))
+
+    array = np.arange(int(np.prod(wide(shape))), dtype=np.int32).reshape(wide(shape))
+    whole = Chunk((0,) * len(shape), array.shape, Extent("f", 0, array.nbytes, array.strides))
+    tensor = TensorMetadata("w", "int32", array.shape, tuple(whole.cut(wide(o), wide(n)) for o, n in boxes))
+    folded = tensor.unfolded(axis, inner)
+    assert folded.shape == array.shape and folded.numel == array.size
+    check_tiling(folded, "f")
+    taken = array.reshape(folded.global_shape)
+    for chunk in folded.chunks:
+        seen = np.ndarray(chunk.local_shape, np.int32, array.tobytes(), chunk.extent.offset, chunk.extent.strides)
+        assert np.array_equal(seen, taken[tuple(slice(o, o + n) for o, n in zip(chunk.global_offset, chunk.local_shape))])
+    if inner > 1:
+        assert [t.global_shape for t in unfolded_alike(tensor, folded)] == [folded.global_shape] * 2
+
+
+def test_an_axis_that_cannot_be_divided_is_named():
+    with pytest.raises(CkptError, match="cannot be divided by 2"):
+        TensorMetadata("w", "int32", (4, 3), ()).unfolded(1, 2)
+    with pytest.raises(CkptError, match="begins inside"):
+        TensorMetadata("w", "int32", (4, 4), (Chunk((0, 1), (4, 2), None),)).unfolded(1, 2)
+    with pytest.raises(CkptError, match="two shapes"):
+        unfolded_alike(TensorMetadata("w", "int32", (4, 4), ()), TensorMetadata("w", "int32", (4, 2, 3), ()))
 
 
 @given(shapes, st.data())

@@ -54,13 +54,13 @@ def layout_hf(
         groups[shard_names(1)[0]] = []
     files, placements = [], []
     for number, file in enumerate(sorted(groups)):
-        laid = layout_file([(n, dtypes[n], tensors[n].global_shape) for n in groups[file]], metadata)
+        laid = layout_file([(n, dtypes[n], tensors[n].shape) for n in groups[file]], metadata)
         files.append(TargetFile(file, laid.size, ((0, laid.header),)))
         for name in groups[file]:
             shape = tensors[name].global_shape
             placements.append(Placement(name, (0,) * len(shape), shape, number, laid.places[name][0], dtypes[name]))
     if len(groups) > 1 or (weight_map is not None and shard_size is None and weight_map.keys() == tensors.keys()):
-        stored = {n: TensorMetadata(n, dtypes[n], t.global_shape, ()) for n, t in tensors.items()}
+        stored = {n: TensorMetadata(n, dtypes[n], t.shape, ()) for n, t in tensors.items()}
         index = index_bytes(stored, file_of)
         files.append(TargetFile(INDEX_NAME, len(index), ((0, index),)))
     if config is not None:

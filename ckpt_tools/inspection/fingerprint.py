@@ -45,7 +45,7 @@ def fingerprint(opened: Opened, *, threads: int = 2, on_progress: Callable[[int]
         digests = dict(zip(ordered, pool.map(lambda n: digest(tensors[n], told), ordered), strict=True))
     whole = hashlib.sha256()
     for name in ordered:
-        shape = "x".join(str(n) for n in tensors[name].global_shape)
+        shape = "x".join(str(n) for n in tensors[name].shape)
         whole.update(f"{name} {tensors[name].dtype} {shape} {digests[name]}\n".encode("utf-8", "surrogatepass"))
     return Fingerprint(whole.hexdigest(), naming, why, sum(t.nbytes for t in tensors.values()), digests)
 

@@ -46,7 +46,16 @@ class General:
     nbytes: int
 
 
-Task = Ranges | RowBlocks | General
+@dataclass(frozen=True, slots=True)
+class Woven:
+    """Moves whose elements take turns in the target (gate, up, gate, up): the first of each, the second of each, and so on. All have the
+    same shape and target strides; the last of these is what one element of every move takes up."""
+
+    moves: tuple[Move, ...]
+    nbytes: int
+
+
+Task = Ranges | RowBlocks | General | Woven
 
 
 def make_tasks(moves: Iterable[Move], buffer: int) -> list[Task]:
@@ -65,7 +74,7 @@ def make_tasks(moves: Iterable[Move], buffer: int) -> list[Task]:
         else:
             tasks.append(General(move, move.nbytes))
     grouped, loose = _row_groups(rows, buffer)
-    tasks.extend(grouped)
+    tasks = [*_woven(tasks), *grouped]
     plain.extend(loose)
     tasks.extend(_range_tasks(plain))
     return sorted(tasks, key=_position)
@@ -77,6 +86,31 @@ def _position(task: Task) -> tuple[int, int]:
     move = task.move if isinstance(task, General) else task.moves[0]
     skipped = task.first * move.source_strides[0] if isinstance(task, RowBlocks) else 0
     return move.source, move.source_offset + skipped
+
+
+def _woven(tasks: Iterable[Task]) -> Iterator[Task]:
+    """The tasks with moves together that would each write single elements into the gaps of the other."""
+    places: dict[object, dict[int, Move]] = {}
+    for task in tasks:
+        if isinstance(task, General) and task.move.scale is None and task.move.target_strides[-1] > dtype(task.move.target_dtype).itemsize:
+            move = task.move
+            places.setdefault((move.target, move.shape, move.target_strides, move.target_dtype), {})[move.target_offset] = move
+        else:
+            yield task
+    for found in places.values():
+        for offset in sorted(found):
+            if offset not in found:
+                continue
+            first = found[offset]
+            item = dtype(first.target_dtype).itemsize
+            turns = [found.get(offset + n * item) for n in range(first.target_strides[-1] // item)]
+            together = [m for m in turns if m is not None]
+            if len(together) < len(turns):
+                together = [first]
+            for move in together:
+                del found[move.target_offset]
+            nbytes = sum(m.nbytes for m in together)
+            yield Woven(tuple(together), nbytes) if len(together) > 1 else General(first, nbytes)
 
 
 def _two_axes(move: Move) -> Iterator[Move]:

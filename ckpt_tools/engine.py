@@ -5,10 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .blocks import GAP_BYTES, General, Ranges, RowBlocks, Task
+from .blocks import GAP_BYTES, General, Ranges, RowBlocks, Task, Woven
 from .dtypes import dtype
 from .errors import CkptError
 from .planning import Move
@@ -40,6 +41,8 @@ class Worker:
             self._ranges(task)
         elif isinstance(task, RowBlocks):
             (self._scatter if task.kind == "scatter" else self._gather)(task)
+        elif isinstance(task, Woven):
+            self._woven(task)
         else:
             self._general(task)
 
@@ -162,11 +165,24 @@ class Worker:
         return memoryview(result.reshape(-1).view(np.uint8).data)
 
     def _general(self, task: General) -> None:
-        for tile in tiles(task.move, TILE_BYTES):
-            values = load_block(partial(self.read, tile.source), tile.source_offset, tile.shape, tile.source_strides, tile.source_dtype)
-            if tile.scale is not None:
-                values = apply_scales(values, tile.scale, partial(self.read, tile.scale.source))
-            self._store(tile, self._cast(values, tile))
+        for (tile,) in tiles((task.move,), TILE_BYTES):
+            self._store(tile, self._cast(self._load(tile), tile))
+
+    def _woven(self, task: Woven) -> None:
+        import numpy as np
+
+        for parts in tiles(task.moves, TILE_BYTES):
+            first, turns = parts[0], len(parts)
+            item = dtype(first.target_dtype).itemsize
+            out: np.ndarray = np.empty((*first.shape, turns), f"V{item}")
+            for turn, move in enumerate(parts):
+                out[..., turn] = np.frombuffer(self._cast(self._load(move), move), f"V{item}").reshape(first.shape)
+            whole = replace(first, shape=out.shape, target_strides=(*first.target_strides, item))
+            self._store(whole, memoryview(out.reshape(-1).view(np.uint8).data))
+
+    def _load(self, move: Move) -> np.ndarray:
+        values = load_block(partial(self.read, move.source), move.source_offset, move.shape, move.source_strides, move.source_dtype)
+        return values if move.scale is None else apply_scales(values, move.scale, partial(self.read, move.scale.source))
 
     def _store(self, move: Move, values: memoryview) -> None:
         item = dtype(move.target_dtype).itemsize
@@ -188,37 +204,30 @@ def _offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 
 
 def _rows_of(move: Move, first: int, last: int) -> Move:
-    from dataclasses import replace
+    return _part(move, 0, first, last - first)
 
+
+def _part(move: Move, axis: int, start: int, size: int) -> Move:
+    """The elements [start, start + size) of one axis of a move."""
     return replace(
         move,
-        source_offset=move.source_offset + first * move.source_strides[0],
-        target_offset=move.target_offset + first * move.target_strides[0],
-        shape=(last - first, *move.shape[1:]),
+        shape=(*move.shape[:axis], size, *move.shape[axis + 1 :]),
+        source_offset=move.source_offset + start * move.source_strides[axis],
+        target_offset=move.target_offset + start * move.target_strides[axis],
+        scale=move.scale and replace(move.scale, origin=tuple(o + start * (i == axis) for i, o in enumerate(move.scale.origin))),
     )
 
 
-def tiles(move: Move, limit: int) -> list[Move]:
-    """The move cut along its longest axes until each part has at most `limit` bytes."""
-    from dataclasses import replace
-
-    widest = max(dtype(move.source_dtype).itemsize, dtype(move.target_dtype).itemsize)
-    count = widest
+def tiles(moves: tuple[Move, ...], limit: int) -> list[tuple[Move, ...]]:
+    """Moves of one shape, all cut alike along their longest axes until the parts that belong together have at most `limit` bytes."""
+    move = moves[0]
+    count = max(dtype(name).itemsize for m in moves for name in (m.source_dtype, m.target_dtype)) * len(moves)
     for n in move.shape:
         count *= n
-    if count <= limit:
-        return [move]
+    if count <= limit or max(move.shape, default=1) == 1:
+        return [moves]
     # the axis that is farthest apart in the source keeps each part's source bytes together
     axis = max((i for i, n in enumerate(move.shape) if n > 1), key=lambda i: move.source_strides[i])
     half = move.shape[axis] // 2
-    parts = []
-    for start, size in ((0, half), (half, move.shape[axis] - half)):
-        part = replace(
-            move,
-            shape=(*move.shape[:axis], size, *move.shape[axis + 1 :]),
-            source_offset=move.source_offset + start * move.source_strides[axis],
-            target_offset=move.target_offset + start * move.target_strides[axis],
-            scale=move.scale and replace(move.scale, origin=tuple(o + start * (i == axis) for i, o in enumerate(move.scale.origin))),
-        )
-        parts.extend(tiles(part, limit))
-    return parts
+    halves = ((0, half), (half, move.shape[axis] - half))
+    return [part for span in halves for part in tiles(tuple(_part(m, axis, *span) for m in moves), limit)]

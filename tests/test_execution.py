@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckpt_tools import engine
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execution import execute
 from ckpt_tools.planning import Move, Placement, Plan, TargetFile, build_moves, from_json, to_json
@@ -113,6 +114,44 @@ def test_a_cast_of_more_elements_than_a_buffer(tmp_path):
     plan = Plan({}, {}, builder.sources(), (TargetFile("out", values.size * 2),), (), tuple(builder.moves), (), 1, 65536)
     execute(plan, tmp_path / "dst", fsync=False)
     assert (tmp_path / "dst" / "out").read_bytes() == values.astype(np.float16).tobytes()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+@pytest.mark.parametrize("turns", [2, 3])
+@pytest.mark.parametrize("cut", [False, True])
+def test_columns_that_take_turns_are_woven_in_memory_and_written_in_rows(tmp_path, monkeypatch, kind, turns, cut):
+    """Matrices (rows, columns), each the n-th of every `turns` columns of the transposed target; `cut`: each in two pieces of rows."""
+    rows, columns = 90, 70
+    (tmp_path / "src").mkdir()
+    arrays = [np.random.default_rng(n).standard_normal((rows, columns)).astype(np.float32) for n in range(turns)]
+    chunks = []
+    for number, array in enumerate(arrays):
+        for first, last in ((0, 40), (40, rows)) if cut else ((0, rows),):
+            extent = write(tmp_path / "src" / f"{number}.{first}", array[first:last])
+            chunks.append(Chunk((first, 0), (last - first, columns), extent).moved((0, first, number), (1, 0, -1)))
+    tensor = TensorMetadata("t", "float32", (columns, rows, turns), tuple(chunks), (columns, rows * turns))
+    whole = Placement("t", (0, 0, 0), tensor.global_shape, 0, 8, np.dtype(kind).name)
+    builder = build_moves({"t": tensor}, [whole])
+    expected = np.stack(arrays, -1).transpose(1, 0, 2).astype(kind).tobytes()
+    plan = Plan({}, {}, builder.sources(), (TargetFile("out", 8 + len(expected)),), (), tuple(builder.moves), (), 1, 4096)
+    written = []
+    pwrite = engine.os.pwrite
+    monkeypatch.setattr(engine, "TILE_BYTES", 20_000)
+    monkeypatch.setattr(engine.os, "pwrite", lambda fd, data, at: written.append(len(data)) or pwrite(fd, data, at))
+    execute(plan, tmp_path / "dst", threads=1, fsync=False)
+    assert (tmp_path / "dst" / "out").read_bytes()[8:] == expected
+    assert len(written) < 1000, "element after element would be thousands of writes"
+
+
+def test_a_column_whose_turns_are_not_all_there_is_written_all_the_same(tmp_path):
+    (tmp_path / "src").mkdir()
+    array = np.arange(30, dtype=np.float32).reshape(6, 5)
+    extent = write(tmp_path / "src" / "a", array)
+    chunks = (Chunk((0, 0), (6, 5), extent).moved((0, 0, 0), (0, 1, -1)), Chunk((0, 0, 1), (6, 5, 1), None))
+    builder = build_moves({"t": TensorMetadata("t", "float32", (6, 5, 2), chunks)}, [Placement("t", (0, 0, 0), (6, 5, 2), 0, 0, "float32")])
+    plan = Plan({}, {}, builder.sources(), (TargetFile("out", 240),), (), tuple(builder.moves), (), 1, 4096)
+    execute(plan, tmp_path / "dst", fsync=False)
+    assert (tmp_path / "dst" / "out").read_bytes() == np.stack([array, np.zeros_like(array)], -1).tobytes()
 
 
 def test_moves_are_hashable_pure_data():

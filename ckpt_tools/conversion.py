@@ -167,8 +167,8 @@ def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, T
         view = as_hf(
             _with_vocab(checkpoint, options), family=options.family, hf_config=template.config, repeated=template.weight_map
         )
-    if options.moe_layout == "fused":
-        view = replace(view, tensors=_fused(view))
+    if options.moe_layout is not None:
+        view = replace(view, tensors=_moe_layout(view, options.moe_layout))
     dtypes = _target_dtypes(view, options.dtype)
     config, notes = final_config(view, template, dtypes, options)
     layout = layout_hf(
@@ -193,8 +193,13 @@ def _hf_tensors(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[dict[s
     return tensors, notes
 
 
-def _fused(view: View) -> dict[str, TensorMetadata]:
-    if view.family is None or not view.family.fused:
+def _moe_layout(view: View, wanted: str) -> dict[str, TensorMetadata]:
+    fused = view.family.fused if view.family else ()
+    if wanted == "per-expert":
+        if any(spec.only for spec in fused):
+            raise CkptError("E410", "files of this family hold the experts of a layer in one tensor only", hint="leave out --moe-layout")
+        return view.tensors
+    if view.family is None or not fused:
         raise CkptError("E410", "this family has no fused form of experts", hint="leave out --moe-layout fused")
     return fuse(view.tensors, view.family)
 
@@ -323,12 +328,12 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
             expected = _hf_tensors(checkpoint, options)[0]
             found = result.tensors if options.moe_layout is None else _hf_tensors(result, options)[0]
             return compare(expected, found, buffer=buffer, threads=threads)
-        found = as_hf(result, family=options.family, hf_config=checkpoint.config).tensors
+        made = as_hf(result, family=options.family, hf_config=checkpoint.config)
         taken = as_mcore(checkpoint, family=options.family, allow_unrepresentable=True)
         left_out = {n.subject for n in taken.notes if n.kind == "dropped"}
         where = checkpoint.location.directory
         meant, _ = dequantised(checkpoint.tensors, checkpoint.config, where)
-        stored = family_names(meant, taken.family, where) if taken.family else meant
+        stored, found = (family_names(t, taken.family, where) if taken.family else t for t in (meant, made.tensors))
         expected = {n: t for n, t in stored.items() if n not in left_out}
     else:
         source = as_mcore(_with_vocab(checkpoint, options), family=options.family)

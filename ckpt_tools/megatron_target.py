@@ -15,7 +15,7 @@ from .formats.torch_dist_writer import FILE_BYTES, layout_torch_dist
 from .formats.torch_legacy import Legacy
 from .formats.torch_legacy_writer import layout_legacy
 from .hf_template import carried_files, find_template
-from .layout import expert_count
+from .layout import ParallelLayout, expert_count, expert_of
 from .legacy_target import layer_spec, rank_states, spec_args
 from .naming import homogeneous, of_local_spec
 from .notes import Note
@@ -70,7 +70,7 @@ def lay_out(
     template = find_template(checkpoint, options)
     made, copies, carried = carried_files(template, folder) if weights and options.max_layers is None else ([], (), [])
     notes = [*template.notes, *carried, *dropped]
-    notes += [*pad_notes(view), *_flags(checkpoint, args)] if weights else []
+    notes += [*pad_notes(view), *_flags(checkpoint, args), *_biased_experts(view, layout)] if weights else []
     details: dict[str, Any] = {"format": options.to, "iteration": "release" if iteration is None else iteration}
     gated, layers = is_gated(args), view.dims.layers
     if legacy:
@@ -218,6 +218,13 @@ def _lost_optimizer(checkpoint: Checkpoint, optimizer: OptimizerEntries | None) 
     if optimizer is not None or not has_optimizer(checkpoint):
         return []
     return [Note("dropped", "optimizer", "the optimizer state was left out, as asked")]
+
+
+def _biased_experts(view: View, layout: ParallelLayout) -> list[Note]:
+    biased = next((n for n in view.tensors if expert_of(n) is not None and n.rpartition(".")[2].startswith("bias")), None)
+    if biased is None or layout.expert_tp == 1:
+        return []
+    return [Note("warning", biased, "Megatron-Core builds experts with biases with an expert tensor parallel size of 1 only: give --etp 1")]
 
 
 def _flags(checkpoint: Checkpoint, args: Mapping[str, Any]) -> list[Note]:

@@ -18,7 +18,7 @@ from .families.config import args_from_config, config_from_args, infer_family, u
 from .families.dimensions import Dimensions, dimensions
 from .families.family import Binding, Bound, Family, bind, copies, expand
 from .formats.hf import read_json
-from .hf_layouts import family_names
+from .hf_layouts import family_names, fuse
 from .model_names import EMBEDDING
 from .naming import canonical_tensors
 from .notes import Note
@@ -114,7 +114,9 @@ def as_hf(
         tensors.update(hf_tensors(binding, dims, model.tensors[binding.mcore]))
     again = [(copy, original) for copy, original in copies(model.family, dims) if repeated is None or copy in repeated]
     tensors.update((copy, replace(tensors[original], fqn=copy)) for copy, original in again)
-    ordered = {n: tensors[n] for n in hf_order([*(n for b in bound.bindings for n in b.hf), *(copy for copy, _ in again)])}
+    names = [*(n for b in bound.bindings for n in b.hf), *(copy for copy, _ in again)]
+    named = fuse({n: tensors[n] for n in names}, model.family, only=True)
+    ordered = {n: named[n] for n in hf_order(named)}
     return View(checkpoint, "hf", model.family, model.args, dims, model.config, ordered, _kept(bound, "hf"), model.notes)
 
 

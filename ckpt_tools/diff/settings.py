@@ -17,6 +17,7 @@ MODEL_ARGS = (
     "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
     "use_rope_scaling", "no_rope_freq", "swiglu", "squared_relu", "openai_gelu", "quick_geglu", "add_bias_linear", "add_qkv_bias",
     "qk_layernorm", "qk_l2_norm", "untie_embeddings_and_output_weights", "window_size", "window_attn_skip_freq", "softmax_type",
+    "glu_linear_offset", "activation_func_clamp_value",
     "attention_output_gate", "multi_latent_attention", "num_experts", "mtp_num_layers",
 )  # fmt: skip
 # These are stored with some default also by models that have no use for them: they count when both sides have the switch on.

@@ -11,6 +11,7 @@ from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from .gpt import GPT2, GPT_NEOX, NEMOTRON, STARCODER2
+from .gpt_oss import GPT_OSS
 from .joined import GLM, GLM4, PHI3
 from .llama import LLAMA
 from .llama_like import BAICHUAN, ERNIE4_5, GRANITE, HUNYUAN_V1_DENSE, INTERNLM2, INTERNLM3, SEED_OSS, SMOLLM3
@@ -58,6 +59,7 @@ _ALL = (
     DOTS1,
     HUNYUAN_V1_MOE,
     MINIMAX_M2,
+    GPT_OSS,
 )
 FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 

@@ -14,12 +14,18 @@ from .mappings import Mapping
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """An HF tensor that holds all experts of a layer: `hf` with `{l}`, shape (experts, rows, columns), its rows being those of `parts`
-    (names under the layer, with `{e}`) one after the other; transposed: (experts, columns, rows)."""
+    """An HF tensor that holds all experts of a layer: `hf` with `{l}`, shape (experts, rows, columns) or of biases (experts, rows), its
+    rows being those of `parts` (names under the layer, with `{e}`) one after the other.
+
+    transposed  shape (experts, columns, rows).   alternating  the rows of the parts take turns: gate, up, gate, up.
+    only        the family's files have no other form: the names of the parts are ckpt's own, and no file has them.
+    """
 
     hf: str
     parts: tuple[str, ...]
     transposed: bool = False
+    alternating: bool = False
+    only: bool = False
 
 
 # As transformers 5 holds most families in memory, and writes them with save_original_format=False.

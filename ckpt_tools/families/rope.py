@@ -45,11 +45,14 @@ FACTOR_NOTE = (
 
 
 def forward(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
-    """Megatron arguments from config.json. options = (default rope_theta, default partial_rotary_factor).
+    """Megatron arguments from config.json. options = (default rope_theta, default partial_rotary_factor, default rope_parameters).
 
     E305 naming the values that Megatron cannot hold.
     """
     parameters, where = _parameters(fields)
+    if not parameters and len(options) > 2:
+        parameters = options[2]
+        fields.notes.append(f"config.json has no {where}: {brief(parameters)} taken")
     theta = _number(parameters, "rope_theta", where) or _first(fields, "rope_theta", "rotary_emb_base")
     if theta is None:
         theta = options[0]

@@ -38,7 +38,8 @@ class Extent:
 class Decode:
     """How stored elements become the tensor's elements when it is more than a cast.
 
-    kind     "add" (stored + value, computed in float32) or "scale" (stored x the scale of its block, computed in float32).
+    kind     "add" (stored + value, computed in float32), "scale" (stored x the scale of its block, computed in float32) or "packed" (the
+             same of four-bit elements, two to a byte along the axis of the block, along which strides are 0).
     value    the number added.
     stored   dtype of the stored bytes.
     scales   the one chunk of the tensor of scales, whose axes are those of this box; scale_dtype: its dtype.
@@ -55,14 +56,20 @@ class Decode:
     origin: Shape = ()
 
     def turned(self, axes: Sequence[int]) -> Decode:
-        """The same for a box whose new axes are the old ones listed, -1 for a new axis of size 1."""
+        """The same for a box whose new axes are the old ones listed, -1 for a new axis of size 1. Old ones not listed have size 1: the
+        scales are those of its one index."""
         if not self.origin:
             return self
+        gone = {a: o // b for a, (o, b) in enumerate(zip(self.origin, self.block, strict=True)) if a not in axes}
 
         def pick(values: Shape, new: int) -> Shape:
             return tuple(new if a < 0 else values[a] for a in axes)
 
-        scales = tuple(c.moved(pick(c.global_offset, 0), axes) for c in self.scales)
+        def of_index(chunk: Chunk) -> Chunk:
+            offset = tuple(gone.get(a, o) for a, o in enumerate(chunk.global_offset))
+            return chunk.cut(offset, tuple(1 if a in gone else n for a, n in enumerate(chunk.local_shape)))
+
+        scales = tuple(of_index(c).moved(pick(c.global_offset, 0), axes) for c in self.scales)
         return replace(self, origin=pick(self.origin, 0), block=pick(self.block, 1), scales=scales)
 
 

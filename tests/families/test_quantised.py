@@ -137,6 +137,29 @@ def test_a_deepseek_of_float8_experts_comes_out_as_transformers_reads_it(tmp_pat
     assert found.keys() == values.keys() and all(torch.equal(found[n], values[n]) for n in values)
 
 
+def test_fused_experts_of_float8_have_each_their_own_scales(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny.write("qwen3_moe", tmp_path / "plain", "bfloat16", save_original_format=False)
+    made, values = {}, {}
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        made[name] = values[name] = tensor
+        if tensor.ndim == 3:
+            scales = torch.rand([tensor.shape[0], *(-(-n // 16) for n in tensor.shape[1:])]) + 0.1
+            made[name], made[name + "_scale_inv"] = (tensor.float() * 50).to(torch.float8_e4m3fn), scales
+            values[name] = meant(made[name], scales, 16).bfloat16()
+    (tmp_path / "hf").mkdir()
+    save_file(made, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {**QUANTISED, "weight_block_size": [16, 16]}})
+    )
+    convert(tmp_path / "hf", tmp_path / "run", "--to", "torch_dist", "--tp", "2", "--ep", "2", "--etp", "1", "--verify")
+    convert(tmp_path / "run", tmp_path / "back", "--to", "hf", "--moe-layout", "fused")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == values.keys() and all(torch.equal(found[n], values[n]) for n in values)
+
+
 @pytest.mark.parametrize(
     "method",
     [
@@ -144,7 +167,7 @@ def test_a_deepseek_of_float8_experts_comes_out_as_transformers_reads_it(tmp_pat
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         {"quant_method": "compressed-tensors"},
-        {"quant_method": "mxfp4"},
+        {"quant_method": "mxfp8"},
         {"quant_method": "fp8"},
     ],
     ids=lambda m: m["quant_method"],

@@ -13,7 +13,7 @@ from .blocks import GAP_BYTES, General, Ranges, RowBlocks, Task, Woven
 from .dtypes import dtype
 from .errors import CkptError
 from .planning import Move
-from .quantised import apply_scales
+from .quantised import load_scaled
 from .strided import load_block
 
 if TYPE_CHECKING:
@@ -181,8 +181,10 @@ class Worker:
             self._store(whole, memoryview(out.reshape(-1).view(np.uint8).data))
 
     def _load(self, move: Move) -> np.ndarray:
-        values = load_block(partial(self.read, move.source), move.source_offset, move.shape, move.source_strides, move.source_dtype)
-        return values if move.scale is None else apply_scales(values, move.scale, partial(self.read, move.scale.source))
+        read, place = partial(self.read, move.source), (move.source_offset, move.shape, move.source_strides, move.source_dtype)
+        if move.scale is None:
+            return load_block(read, *place)
+        return load_scaled(read, *place, move.scale, partial(self.read, move.scale.source))
 
     def _store(self, move: Move, values: memoryview) -> None:
         item = dtype(move.target_dtype).itemsize

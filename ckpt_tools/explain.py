@@ -263,9 +263,9 @@ correct the field that the message names.""",
         "the weights are quantised in a way that ckpt does not read",
         """\
 config.json has a quantization_config. ckpt reads float8 weights with one scale per block (quant_method fp8 with weight_block_size, as
-DeepSeek-V3 and the -FP8 models of Qwen3 have them) and writes what they stand for. AWQ, GPTQ, bitsandbytes (NF4), compressed-tensors and
-MXFP4 are recognised and refused: their numbers are not those of the model that was trained. Take the original checkpoint, or dequantise
-with the tool that quantised.""",
+DeepSeek-V3 and the -FP8 models of Qwen3 have them) and the four-bit experts of gpt-oss (mxfp4), and writes what they stand for. AWQ, GPTQ,
+bitsandbytes (NF4) and compressed-tensors are recognised and refused: their numbers are not those of the model that was trained. Take the
+original checkpoint, or dequantise with the tool that quantised.""",
     ),
     "E390": Explanation(
         "a model family of ckpt is wrongly declared",

@@ -16,7 +16,7 @@ from .formats.hf_writer import config_bytes
 from .notes import Note
 from .options import ConvertOptions
 from .planning import Copied, TargetFile
-from .quantised import KEY, SUFFIX, block_of, without_quantisation
+from .quantised import KEY, meant_name, method_of, without_quantisation
 from .source_files import opened
 from .views import View
 
@@ -86,10 +86,10 @@ def find_template(checkpoint: Checkpoint, options: ConvertOptions) -> Template:
         notes.append(Note("warning", "", "the metadata of the shards beside the config is not usable and was not followed"))
     files = tuple(f for f in files if f != WEIGHT_MAP)
     if KEY in config and (options.to != "hf" or options.dtype or checkpoint.format != "hf"):
-        block_of(config, path)  # another method than the one that ckpt dequantises is refused
+        method = method_of(config, path)  # another one than ckpt dequantises is refused
         config = without_quantisation(config)
         raw = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-        weight_map = {n: f for n, f in weight_map.items() if not n.endswith(SUFFIX)} if weight_map else None
+        weight_map = {m: f for n, f in weight_map.items() if (m := meant_name(n, method)) is not None} if weight_map else None
         notes.append(Note("config", "config.json", f"{KEY} was taken out: the weights are not quantised any more"))
     config, files = _remote_code(config, files, notes, options.strip_remote_code)
     return Template(config, raw, folder, files, weight_map, metadata, tuple(notes))

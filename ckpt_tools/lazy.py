@@ -135,12 +135,14 @@ def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
             if fd is None:
                 fd = files[part.extent.path] = open_source(part.extent.path)
             stored = tensor.dtype if part.decode is None else part.decode.stored
-            block = load_block(_reader(fd, part.extent.path), part.extent.offset, part.local_shape, part.extent.strides or (), stored)
+            place = (part.extent.offset, part.local_shape, part.extent.strides or (), stored)
+            if part.decode is not None and part.decode.scales:
+                block = _load_scaled(_reader(fd, part.extent.path), place, part)
+            else:
+                block = load_block(_reader(fd, part.extent.path), *place)
             if part.decode is not None:
                 from .kernels.casts import cast
 
-                if part.decode.kind == "scale":
-                    block = _times_scales(block, part)
                 block = cast(block, kind, part.decode.value)[0]
             if part.local_shape == shape:  # the box is one stored piece: nothing to put together
                 return block if block.flags.c_contiguous else block.copy()
@@ -154,18 +156,18 @@ def read_box(tensor: TensorMetadata, offset: Shape, shape: Shape) -> np.ndarray:
     return np.zeros(shape, kind) if result is None else result
 
 
-def _times_scales(block: np.ndarray, part: Chunk) -> np.ndarray:
+def _load_scaled(read: Callable[[int, memoryview], None], place: tuple[int, Shape, Shape, str], part: Chunk) -> np.ndarray:
     from .planning import move_of
-    from .quantised import apply_scales
+    from .quantised import load_scaled
 
     paths: dict[str, int] = {}
     scale = move_of(part, "", (), "", lambda path: paths.setdefault(path, len(paths))).scale
     if scale is None:
-        return block
+        raise CkptError("E490", "a quantised tensor has no scales")
     path = list(paths)[scale.source]
     fd = open_source(path)
     try:
-        return apply_scales(block, scale, _reader(fd, path))
+        return load_scaled(read, *place, scale, _reader(fd, path))
     finally:
         os.close(fd)
 

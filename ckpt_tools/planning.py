@@ -52,6 +52,7 @@ class Scale:
 
     source   index into Plan.sources.   offset  byte of the tensor's first scale.   strides  bytes from scale to scale per axis of the move.
     dtype    of the scales.   block  elements per scale and axis.   origin  of the move's box in the stored tensor.
+    packed   four-bit elements, two to a byte along the axis of the block, whose scales are exponents (see `packed`).
     """
 
     source: int
@@ -60,6 +61,7 @@ class Scale:
     dtype: str
     block: Shape
     origin: Shape
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +183,12 @@ def move_of(part: Chunk, kind: str, strides: Shape, target_dtype: str, source: C
         raise CkptError("E490", "a chunk was planned before its bytes were located")
     stored = kind if decode is None else decode.stored
     number = source(extent.path)
-    if decode is not None and decode.kind == "scale":
+    if decode is not None and decode.kind in ("scale", "packed"):
         (scales,) = decode.scales
         if scales.extent is None or scales.extent.strides is None:
             raise CkptError("E490", "scales were planned before their bytes were located", where=extent.path)
         where = source(scales.extent.path), scales.extent.offset, scales.extent.strides
-        scale = Scale(*where, decode.scale_dtype, decode.block, decode.origin)
+        scale = Scale(*where, decode.scale_dtype, decode.block, decode.origin, decode.kind == "packed")
         return Move(number, extent.offset, 0, 0, part.local_shape, extent.strides, strides, stored, target_dtype, scale=scale)
     items = dtype(stored).itemsize, dtype(target_dtype).itemsize
     shape, from_strides, to_strides = merge_axes(part.local_shape, extent.strides, strides, *items)
@@ -286,7 +288,6 @@ def from_json(text: str) -> Plan:
 def _move(row: Sequence[Any]) -> Move:
     scale = row[10] if len(row) > 10 else None
     if scale is not None:
-        scale = Scale(
-            scale["source"], scale["offset"], tuple(scale["strides"]), scale["dtype"], tuple(scale["block"]), tuple(scale["origin"])
-        )
+        strides, block, origin = (tuple(scale[name]) for name in ("strides", "block", "origin"))
+        scale = Scale(scale["source"], scale["offset"], strides, scale["dtype"], block, origin, scale["packed"])
     return Move(row[0], row[1], row[2], row[3], tuple(row[4]), tuple(row[5]), tuple(row[6]), row[7], row[8], row[9], scale)

@@ -12,14 +12,15 @@ from .tensors import Shape
 if TYPE_CHECKING:
     import numpy as np
 
+Read = Callable[[int, memoryview], None]  # read(position, view) fills a view from a file
 LARGE = 1 << 20  # bytes; larger buffers come from mmap, so that their pages go back when the array is dropped
 WASTE = 4  # a span is read in one piece while at least one byte in four of it is wanted
 
 
-def load_block(read: Callable[[int, memoryview], None], offset: int, shape: Shape, strides: Shape, name: str) -> np.ndarray:
+def load_block(read: Read, offset: int, shape: Shape, strides: Shape, name: str) -> np.ndarray:
     """The block of elements of dtype `name` at `offset` of a file, `strides` in bytes per axis.
 
-    read(position, view) fills a view from the file. The span is read in one piece, or axis by axis when most of it is not wanted.
+    The span is read in one piece, or axis by axis when most of it is not wanted.
     """
     import numpy as np
 

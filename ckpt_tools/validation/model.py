@@ -17,6 +17,7 @@ from ..hf_layouts import family_names
 from ..model_names import EMBEDDING, HEAD
 from ..naming import canonical_tensors
 from ..notes import Note
+from ..quantised import KEY, dequantised
 from ..tensors import Shape, TensorMetadata
 from ..views import stored_dimensions
 
@@ -80,6 +81,13 @@ def model_of_hf(checkpoint: Checkpoint, family: str | None) -> Model:
     if config is None:
         return replace(plain, unknown="there is no config.json")
     packed = next((n for n in checkpoint.tensors if n.endswith(PACKED)), None)
+    stored: Mapping[str, TensorMetadata] = checkpoint.tensors
+    said = config.get(KEY)
+    if packed is not None and isinstance(said, Mapping) and said.get("quant_method") == "mxfp4":
+        try:
+            stored, packed = dequantised(checkpoint.tensors, config, where)[0], None
+        except CkptError as error:
+            return replace(plain, unknown=error.what, errors=(error,))
     if packed is not None:
         return replace(plain, unknown=f"the weights are packed by a quantisation ({packed})")
     try:
@@ -88,7 +96,7 @@ def model_of_hf(checkpoint: Checkpoint, family: str | None) -> Model:
         return replace(plain, unknown=error.what)
     try:
         args, _ = args_from_config(config, known.rules, allow_unrepresentable=True)
-        tensors = family_names(checkpoint.tensors, known, where)
+        tensors = family_names(stored, known, where)
         notes: list[Note] = []
         dims = stored_dimensions({**args, "padded_vocab_size": args.get("vocab_size")}, known, tensors, "hf", notes)
     except CkptError as error:

@@ -18,12 +18,12 @@ def config_of(variant: str) -> dict[str, Any]:
     return value
 
 
-def build(variant: str, dtype: str = "float32") -> Any:
-    """The transformers model of a variant, norms and biases random too, so that a mix-up shows. Deterministic."""
+def build(variant: str, dtype: str = "float32", **changes: Any) -> Any:
+    """The transformers model of a variant, norms and biases random too, so that a mix-up shows. Deterministic. changes: other fields."""
     import torch
     import transformers
 
-    fields = config_of(variant)
+    fields = {**config_of(variant), **changes}
     torch.manual_seed(sum(map(ord, variant)))
     remote = fields["model_type"] in REMOTE
     config = transformers.LlamaConfig(**as_llama(fields)) if remote else transformers.AutoConfig.for_model(**fields)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from .dtypes import dtype
-from .planning import Move
+from .planning import Encoding, Move
 
 TASK_BYTES = 8 * 2**20  # bytes a worker takes at a time
 ROW_ELEMENTS = 16 * 1024  # a contiguous cast is done in rows of this many elements
+ENCODED = 2 * 2**20  # elements that are quantised at a time, in float32, unless a block has more
 GAP_BYTES = 32 * 1024  # a hole in the source up to this size is read along with its neighbours
 
 
@@ -55,11 +56,21 @@ class Woven:
     nbytes: int
 
 
-Task = Ranges | RowBlocks | General | Woven
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Whole blocks of a matrix that is quantised: its elements [first, last) of both axes."""
+
+    encoding: Encoding
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    nbytes: int
 
 
-def make_tasks(moves: Iterable[Move], buffer: int) -> list[Task]:
-    """Tasks in source order that together make exactly the given moves."""
+Task = Ranges | RowBlocks | General | Woven | Encode
+
+
+def make_tasks(moves: Iterable[Move], buffer: int, encodings: Iterable[Encoding] = ()) -> list[Task]:
+    """Tasks in source order that together make exactly the given moves and encodings."""
     plain: list[tuple[int, int, int, int, int]] = []
     rows: list[Move] = []
     tasks: list[Task] = []
@@ -77,15 +88,30 @@ def make_tasks(moves: Iterable[Move], buffer: int) -> list[Task]:
     tasks = [*_woven(tasks), *grouped]
     plain.extend(loose)
     tasks.extend(_range_tasks(plain))
+    tasks.extend(task for encoding in encodings for task in _encode_tasks(encoding))
     return sorted(tasks, key=_position)
 
 
 def _position(task: Task) -> tuple[int, int]:
     if isinstance(task, Ranges):
         return task.source, task.ranges[0][0]
+    if isinstance(task, Encode):
+        first = next(iter(task.encoding.moves), None)
+        return (first.source, first.source_offset + task.rows[0] * first.source_strides[0]) if first else (0, 0)
     move = task.move if isinstance(task, General) else task.moves[0]
     skipped = task.first * move.source_strides[0] if isinstance(task, RowBlocks) else 0
     return move.source, move.source_offset + skipped
+
+
+def _encode_tasks(encoding: Encoding) -> Iterator[Encode]:
+    (rows, columns), (high, wide) = encoding.shape, encoding.block
+    across = max(1, ENCODED // (high * wide)) * wide
+    down = max(1, ENCODED // (high * min(across, -(-columns // wide) * wide))) * high
+    for row in range(0, rows, down):
+        for column in range(0, columns, across):
+            last = min(row + down, rows), min(column + across, columns)
+            part = replace(encoding, shape=(last[0] - row, last[1] - column))
+            yield Encode(encoding, (row, last[0]), (column, last[1]), part.nbytes)
 
 
 def _woven(tasks: Iterable[Task]) -> Iterator[Task]:

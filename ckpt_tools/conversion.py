@@ -18,13 +18,14 @@ from .execution import Progress, Result, execute
 from .formats.hf_writer import TargetLayout, layout_hf
 from .formats.torch_legacy import Legacy
 from .hf_layouts import family_names, fuse
-from .hf_template import final_config, find_template, side_copies
+from .hf_template import Template, final_config, find_template, side_copies
 from .layer_cut import first_layers, within
 from .megatron_target import has_optimizer, lay_out, prepared
 from .notes import Note
 from .options import ConvertOptions
 from .planning import Plan, build_moves, cast_notes
 from .quantised import dequantised
+from .quantising import BLOCK, NOTHING, Float8, check_quantize, float8_of
 from .replicas import check_copies, check_replicas
 from .split import join, places_looked_at
 from .tensors import TensorMetadata
@@ -45,6 +46,7 @@ def plan_conversion(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         raise CkptError("E410", f"ckpt cannot write the format {options.to!r}", expected=", ".join(FORMATS))
     if options.max_layers is not None and options.to != "torch_dist":
         raise CkptError("E410", f"layers cannot be left out of the format {options.to!r}", expected="torch_dist")
+    check_quantize(options)
     if options.to == "peft":
         return plan_peft(checkpoint, options)
     if checkpoint.format == "peft":
@@ -134,13 +136,14 @@ def choose_weights(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Che
 
 
 def _plan_hf(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
-    view, laid, dtypes, notes = _hf_folder(checkpoint, options)
-    return _finish(checkpoint, view, laid, dtypes, [*notes, *_dropped_state(checkpoint)], options, {"format": "hf"})
+    view, laid, dtypes, notes, float8 = _hf_folder(checkpoint, options)
+    details = {"format": "hf", **({"quantised": options.quantize} if options.quantize else {})}
+    return _finish(checkpoint, view, laid, dtypes, [*notes, *_dropped_state(checkpoint)], options, details, float8)
 
 
 def _plan_split(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     """The HF folder of the weights, and in an iteration folder inside it everything else."""
-    view, laid, dtypes, notes = _hf_folder(checkpoint, options)
+    view, laid, dtypes, notes, _ = _hf_folder(checkpoint, options)
     megatron = as_mcore(_with_vocab(checkpoint, options), family=options.family, allow_unrepresentable=options.allow_unrepresentable)
     ready = prepared(checkpoint, megatron, options)
     state, told, details = lay_out(checkpoint, ready, _target_dtypes(ready.view, options.dtype), options, weights=False)
@@ -157,7 +160,27 @@ def _plan_split(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
     return _finish(checkpoint, merged, both, dtypes, notes, options, {**details, "format": "split"})
 
 
-def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, TargetLayout, dict[str, str], list[Note]]:
+def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, TargetLayout, dict[str, str], list[Note], Float8]:
+    view, template, casts = _hf_view(checkpoint, options)
+    float8 = float8_of(view, options)
+    dtypes = _target_dtypes(view, options.dtype)
+    stay = {n: d for n, d in dtypes.items() if n not in float8.weights}
+    config, notes = final_config(view, template, stay, options, float8.config() if float8.weights else None)
+    dtypes = float8.dtypes(dtypes)
+    layout = layout_hf(
+        float8.laid_out(view.tensors),
+        dtypes,
+        config=config,
+        shard_size=options.max_shard_size,
+        weight_map=template.weight_map,
+        metadata=template.metadata,
+        copies=side_copies(template),
+    )
+    return view, layout, dtypes, [*notes, *template.notes, *casts, *cut_notes(view), *float8.notes(view.tensors)], float8
+
+
+def _hf_view(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, Template, list[Note]]:
+    """What an HF target holds before it is cast or quantised, the HF folder it follows, and the notes of dequantising the source."""
     template = find_template(checkpoint, options)
     casts: list[Note] = []
     if checkpoint.format == "hf":
@@ -169,25 +192,17 @@ def _hf_folder(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[View, T
         )
     if options.moe_layout is not None:
         view = replace(view, tensors=_moe_layout(view, options.moe_layout))
-    dtypes = _target_dtypes(view, options.dtype)
-    config, notes = final_config(view, template, dtypes, options)
-    layout = layout_hf(
-        view.tensors,
-        dtypes,
-        config=config,
-        shard_size=options.max_shard_size,
-        weight_map=template.weight_map,
-        metadata=template.metadata,
-        copies=side_copies(template),
-    )
-    return view, layout, dtypes, [*notes, *template.notes, *casts, *cut_notes(view)]
+    return view, template, casts
 
 
 def _hf_tensors(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[dict[str, TensorMetadata], list[Note]]:
-    """What an HF target holds of an HF source: the tensors as they are, or, when a dtype was asked for, dequantised."""
+    """What an HF target holds of an HF source: the tensors as they are, or, when a dtype or a quantisation was asked for, dequantised."""
     where = checkpoint.location.directory
-    tensors, notes = (dict(checkpoint.tensors), []) if options.dtype is None else dequantised(checkpoint.tensors, checkpoint.config, where)
-    if options.moe_layout is not None:
+    tensors = dict(checkpoint.tensors)
+    notes: list[Note] = []
+    if options.dtype is not None or options.quantize is not None:
+        tensors, notes = dequantised(checkpoint.tensors, checkpoint.config, where)
+    if options.moe_layout is not None or options.quantize is not None:  # quantised experts are written one by one
         family = as_hf(checkpoint, family=options.family).family
         tensors = family_names(tensors, family, where) if family else tensors
     return tensors, notes
@@ -226,14 +241,19 @@ def _finish(
     notes: list[Note],
     options: ConvertOptions,
     target: dict[str, Any],
+    float8: Float8 = NOTHING,
 ) -> Plan:
-    builder = build_moves(view.tensors, laid.placements)
+    builder = build_moves(view.tensors, [p for p in laid.placements if not float8.makes(p.name)])
+    placed = {p.name: p for p in laid.placements if float8.makes(p.name)}
+    for name, scales in float8.weights.items():
+        builder.encode(view.tensors[name], placed[name], placed[scales], BLOCK)
     location = checkpoint.location
     source = {"path": location.directory, "format": checkpoint.format, "iteration": location.label, "chosen": location.chosen}
     target = {**target, "family": view.family.name if view.family else None}
     warnings = [Note("warning", "", w) for w in checkpoint.warnings]
     kept = [Note("kept", n, f"stays {dtypes[n]}") for n in sorted(view.keep_dtype) if options.dtype and dtypes.get(n) != options.dtype]
-    everything = (*warnings, *view.notes, *notes, *kept, *cast_notes(view.tensors, dtypes))
+    casts = cast_notes(view.tensors, {n: d for n, d in dtypes.items() if not float8.makes(n)})
+    everything = (*warnings, *view.notes, *notes, *kept, *casts)
     return Plan(
         source,
         target,
@@ -244,6 +264,7 @@ def _finish(
         everything,
         len({p.name for p in laid.placements}),
         options.buffer,
+        tuple(builder.encodings),
     )
 
 
@@ -323,6 +344,10 @@ def verify_conversion(checkpoint: Checkpoint, written: str, options: ConvertOpti
     chosen = replace(options, weights_from="megatron") if options.weights_from == "auto" else options  # planning has compared the copies
     checkpoint, _ = choose_weights(checkpoint, chosen)
     result, _ = choose_weights(open_checkpoint(written), options)
+    if options.quantize is not None:  # the inverse gives other numbers: the source is quantised again, and every byte must be the same
+        view, _, _ = _hf_view(checkpoint, options)
+        float8 = float8_of(view, options)
+        return compare(view.tensors, result.tensors, buffer=buffer, threads=threads, quantised=float8.weights, block=BLOCK)
     if checkpoint.format == "hf" and options.max_layers is None:
         if result.format == "hf":
             expected = _hf_tensors(checkpoint, options)[0]

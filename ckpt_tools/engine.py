@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .blocks import GAP_BYTES, General, Ranges, RowBlocks, Task, Woven
+from .blocks import GAP_BYTES, Encode, General, Ranges, RowBlocks, Task, Woven
 from .dtypes import dtype
 from .errors import CkptError
 from .planning import Move
 from .quantised import load_scaled
 from .strided import load_block
+from .tensors import intersect
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +44,8 @@ class Worker:
             (self._scatter if task.kind == "scatter" else self._gather)(task)
         elif isinstance(task, Woven):
             self._woven(task)
+        elif isinstance(task, Encode):
+            self._encode(task)
         else:
             self._general(task)
 
@@ -179,6 +182,37 @@ class Worker:
                 out[..., turn] = np.frombuffer(self._cast(self._load(move), move), f"V{item}").reshape(first.shape)
             whole = replace(first, shape=out.shape, target_strides=(*first.target_strides, item))
             self._store(whole, memoryview(out.reshape(-1).view(np.uint8).data))
+
+    def _encode(self, task: Encode) -> None:
+        import numpy as np
+
+        from .kernels.numpy_backend import quantise_blocks
+
+        made, start = task.encoding, (task.rows[0], task.columns[0])
+        size = (task.rows[1] - start[0], task.columns[1] - start[1])
+        values: np.ndarray = np.zeros(size, np.float32)
+        for move, place in zip(made.moves, made.places, strict=True):
+            box = intersect(place, move.shape, start, size)
+            if box is None:
+                continue
+            for axis in range(2):
+                move = _part(move, axis, box[0][axis] - place[axis], box[1][axis])
+            at = tuple(slice(o - s, o - s + n) for o, s, n in zip(box[0], start, box[1], strict=True))
+            values[at] = np.frombuffer(self._cast(self._load(move), move), np.float32).reshape(move.shape)
+        coded, scales = quantise_blocks(values, (made.block[0], made.block[1]), made.dtype)
+        high, wide = made.block
+        self._put(coded, made.dtype, made.target, made.offset, start, made.shape[1])
+        first = (start[0] // high, start[1] // wide)
+        self._put(scales, "float32", made.scales_target, made.scales_offset, first, -(-made.shape[1] // wide))
+
+    def _put(self, values: np.ndarray, kind: str, target: int, offset: int, place: tuple[int, int], columns: int) -> None:
+        """Write a box at (row, column) `place` of a matrix of so many columns that begins at `offset`."""
+        import numpy as np
+
+        item = dtype(kind).itemsize
+        at = offset + (place[0] * columns + place[1]) * item
+        whole = Move(0, 0, target, at, values.shape, (0, 0), (columns * item, item), kind, kind)
+        self._store(whole, memoryview(values.reshape(-1).view(np.uint8).data))
 
     def _load(self, move: Move) -> np.ndarray:
         read, place = partial(self.read, move.source), (move.source_offset, move.shape, move.source_strides, move.source_dtype)

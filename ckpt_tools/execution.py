@@ -63,7 +63,7 @@ def execute(
         if not in_place and overlaps(source, target):
             raise CkptError("E407", "the target overlaps the source", where=target, found=source, hint="give a DST outside SRC")
     with Staging(target, overwrite=overwrite, resume=resume) as staging:
-        tasks = make_tasks(plan.moves, plan.buffer)
+        tasks = make_tasks(plan.moves, plan.buffer, plan.encodings)
         journal = _journal(plan, staging, len(tasks))
         resumed = sum(tasks[number].nbytes for number in journal.done)
         staging.keep = resume

@@ -85,7 +85,7 @@ def find_template(checkpoint: Checkpoint, options: ConvertOptions) -> Template:
         metadata = {"format": "pt"}
         notes.append(Note("warning", "", "the metadata of the shards beside the config is not usable and was not followed"))
     files = tuple(f for f in files if f != WEIGHT_MAP)
-    if KEY in config and (options.to != "hf" or options.dtype or checkpoint.format != "hf"):
+    if KEY in config and (options.to != "hf" or options.dtype or options.quantize or checkpoint.format != "hf"):
         method = method_of(config, path)  # another one than ckpt dequantises is refused
         config = without_quantisation(config)
         raw = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
@@ -131,8 +131,13 @@ def side_copies(template: Template, prefix: str = "") -> tuple[Copied, ...]:
     return tuple(Copied(source, target, os.path.getsize(source)) for source, target in paths)
 
 
-def final_config(view: View, template: Template, dtypes: Mapping[str, str], options: ConvertOptions) -> tuple[bytes | None, list[Note]]:
-    """config.json of the result: the template's own bytes unless something must change, and what a person must know about it."""
+def final_config(
+    view: View, template: Template, dtypes: Mapping[str, str], options: ConvertOptions, quantisation: Mapping[str, Any] | None = None
+) -> tuple[bytes | None, list[Note]]:
+    """config.json of the result: the template's own bytes unless something must change, and what a person must know about it.
+
+    dtypes: of the tensors that are not quantised; quantisation: the quantization_config of those that are.
+    """
     config = template.config if view.source.format == "hf" else view.config
     if config is None:
         return None, []
@@ -158,6 +163,8 @@ def final_config(view: View, template: Template, dtypes: Mapping[str, str], opti
                 )
     if main and not any(config.get(k) for k in dtype_keys(config)):
         result["dtype"] = main
+    if quantisation is not None:
+        result[KEY] = dict(quantisation)
     if template.raw is not None and result == json.loads(template.raw.decode("utf-8-sig")):
         return template.raw, notes
     if template.config is not None:

@@ -21,7 +21,7 @@ SCHEMA = "ckpt.journal/1"
 def digest(plan: Plan) -> str:
     """What must be the same for a run to be taken up: sources as they look, files to make, moves, buffer. Notes do not matter."""
     found = hashlib.sha256(SCHEMA.encode())
-    for part in (plan.sources, plan.targets, plan.copies, plan.moves, plan.buffer):
+    for part in (plan.sources, plan.targets, plan.copies, plan.moves, plan.buffer, plan.encodings):
         found.update(repr(part).encode())
     return found.hexdigest()
 

@@ -12,7 +12,8 @@ class ConvertOptions:
     """What the target should be like. None means: as the source, or the format's default.
 
     to "hf" | "torch_dist" | "torch" | "split" | "peft" (of an adapter); family overrides detection; hf_config folder or file with the
-    config to follow; dtype of floating tensors; layer_keys "auto" | "stacked" | "per-layer"; layout ranks to cut for; iteration number to
+    config to follow; dtype of floating tensors; quantize None | "fp8-block" the linear
+    layers of an HF target; layer_keys "auto" | "stacked" | "per-layer"; layout ranks to cut for; iteration number to
     write (None = that of a Megatron source, else `release`); max_shard_size bytes; divisible_by, padded_vocab, vocab sizes of the
     vocabulary; weights_from "auto" | "safetensors" | "megatron" when both are there; spec "te" | "local" names of the legacy format;
     experts "te_grouped" | "sequential" | "grouped" how it stores experts; replicas "refuse" | "first" when copies on ranks differ; rng
@@ -25,6 +26,7 @@ class ConvertOptions:
     family: str | None = None
     hf_config: str | None = None
     dtype: str | None = None
+    quantize: str | None = None
     layer_keys: str = "auto"
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     iteration: int | None = None

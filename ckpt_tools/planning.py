@@ -6,7 +6,7 @@ import base64
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
@@ -110,6 +110,31 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """A matrix that is quantised on its way: its pieces are put together as float32, each block becomes elements of `dtype` and a scale.
+
+    moves    the pieces, whose axes are those of the matrix;  places  where each begins in it. What no piece covers is zero.
+    shape    (rows, columns).   block  rows and columns that share a scale.
+    target, offset, scales_target, scales_offset  where elements and float32 scales go: file number and byte, row after row.
+    """
+
+    moves: tuple[Move, ...]
+    places: tuple[Shape, ...]
+    shape: Shape
+    block: Shape
+    dtype: str
+    target: int
+    offset: int
+    scales_target: int
+    scales_offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written: elements and scales."""
+        return prod(self.shape) * dtype(self.dtype).itemsize + 4 * prod(-(-n // b) for n, b in zip(self.shape, self.block, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A whole conversion. source / target: what is read and made (path, format, iteration, ...) for people and for JSON."""
 
@@ -122,6 +147,7 @@ class Plan:
     notes: tuple[Note, ...] = ()
     tensors: int = 0
     buffer: int = field(default=256 * 1024)
+    encodings: tuple[Encoding, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +157,7 @@ class Plan:
     @property
     def moved_bytes(self) -> int:
         """Tensor bytes that will be written."""
-        return sum(m.nbytes for m in self.moves)
+        return sum(m.nbytes for m in self.moves) + sum(e.nbytes for e in self.encodings)
 
 
 class MoveBuilder:
@@ -139,6 +165,7 @@ class MoveBuilder:
 
     def __init__(self) -> None:
         self.moves: list[Move] = []
+        self.encodings: list[Encoding] = []
         self._files: dict[str, int] = {}
 
     def place(self, tensor: TensorMetadata, placement: Placement) -> None:
@@ -153,7 +180,7 @@ class MoveBuilder:
             if part.extent.strides is None:
                 raise CkptError("E490", f"{tensor.fqn} was planned before its bytes were located")
             at = sum((a - b) * s for a, b, s in zip(part.global_offset, placement.origin, strides, strict=True))
-            move = move_of(part, tensor.dtype, strides, placement.dtype, lambda path: self._files.setdefault(path, len(self._files)))
+            move = move_of(part, tensor.dtype, strides, placement.dtype, self._number)
             self.moves.append(replace(move, target=placement.file, target_offset=placement.offset + at))
         if covered != prod(placement.shape):
             raise CkptError(
@@ -164,6 +191,15 @@ class MoveBuilder:
                 found=f"{covered}",
             )
 
+    def encode(self, tensor: TensorMetadata, weight: Placement, scales: Placement, block: Shape) -> None:
+        """Add the encoding of a matrix. E404 when bytes are missing."""
+        self.encodings.append(
+            encoding_of(tensor, weight.dtype, block, (weight.file, weight.offset), (scales.file, scales.offset), self._number)
+        )
+
+    def _number(self, path: str) -> int:
+        return self._files.setdefault(path, len(self._files))
+
     def sources(self) -> tuple[SourceFile, ...]:
         """The source files as they look now."""
         found = []
@@ -173,10 +209,35 @@ class MoveBuilder:
         return tuple(found)
 
 
-def move_of(part: Chunk, kind: str, strides: Shape, target_dtype: str, source: Callable[[str], int]) -> Move:
+def encoding_of(
+    tensor: TensorMetadata, kind: str, block: Shape, weight: tuple[int, int], scales: tuple[int, int], source: Callable[[str], int]
+) -> Encoding:
+    """The encoding of a matrix as dtype `kind`; weight and scales are (file number, byte). CkptError E404 when bytes are missing."""
+    moves, places, covered = [], [], 0
+    strides = contiguous_strides(tensor.global_shape, 4)
+    for part in tensor.chunks:
+        covered += prod(part.local_shape)
+        if part.extent is not None:
+            moves.append(move_of(part, tensor.dtype, strides, "float32", source, aligned=True))
+            places.append(part.global_offset)
+    if covered != tensor.numel:
+        raise CkptError(
+            "E404",
+            f"the source does not hold every element of {tensor.fqn}",
+            where=tensor.fqn,
+            expected=f"{tensor.numel} elements",
+            found=f"{covered}",
+        )
+    return Encoding(tuple(moves), tuple(places), tensor.global_shape, block, kind, *weight, *scales)
+
+
+def move_of(
+    part: Chunk, kind: str, strides: Shape, target_dtype: str, source: Callable[[str], int], *, aligned: bool = False
+) -> Move:
     """The move of a stored chunk of a tensor of dtype `kind` into a box of these strides, at offset 0 of target 0.
 
-    source gives the number of a source file. A chunk with scales keeps its axes, since they say which scale is whose.
+    source gives the number of a source file. aligned: the axes stay as they are; so they do where a chunk has scales, since they say which
+    scale is whose.
     """
     extent, decode = part.extent, part.decode
     if extent is None or extent.strides is None:
@@ -191,7 +252,8 @@ def move_of(part: Chunk, kind: str, strides: Shape, target_dtype: str, source: C
         scale = Scale(*where, decode.scale_dtype, decode.block, decode.origin, decode.kind == "packed")
         return Move(number, extent.offset, 0, 0, part.local_shape, extent.strides, strides, stored, target_dtype, scale=scale)
     items = dtype(stored).itemsize, dtype(target_dtype).itemsize
-    shape, from_strides, to_strides = merge_axes(part.local_shape, extent.strides, strides, *items)
+    axes = (part.local_shape, extent.strides, strides)
+    shape, from_strides, to_strides = axes if aligned else merge_axes(*axes, *items)
     add = 0.0 if decode is None else decode.value
     return Move(number, extent.offset, 0, 0, shape, from_strides, to_strides, stored, target_dtype, add)
 
@@ -241,22 +303,8 @@ def to_json(plan: Plan) -> str:
             {"path": t.path, "size": t.size, "literals": [[o, base64.b64encode(b).decode()] for o, b in t.literals]} for t in plan.targets
         ],
         "copies": [asdict(c) for c in plan.copies],
-        "moves": [
-            [
-                m.source,
-                m.source_offset,
-                m.target,
-                m.target_offset,
-                m.shape,
-                m.source_strides,
-                m.target_strides,
-                m.source_dtype,
-                m.target_dtype,
-                m.add,
-                None if m.scale is None else asdict(m.scale),
-            ]
-            for m in plan.moves
-        ],
+        "moves": [_row(m) for m in plan.moves],
+        "encodings": [{**{f.name: getattr(e, f.name) for f in fields(e)}, "moves": [_row(m) for m in e.moves]} for e in plan.encodings],
         "notes": [asdict(n) for n in plan.notes],
         "tensors": plan.tensors,
         "buffer": plan.buffer,
@@ -280,9 +328,20 @@ def from_json(text: str) -> Plan:
             tuple(Note(**n) for n in d["notes"]),
             d["tensors"],
             d["buffer"],
+            tuple(_encoding(e) for e in d["encodings"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CkptError("E405", "not a ckpt plan", found=str(error)[:200]) from None
+
+
+def _row(m: Move) -> list[Any]:
+    place = [m.source, m.source_offset, m.target, m.target_offset, m.shape, m.source_strides, m.target_strides]
+    return [*place, m.source_dtype, m.target_dtype, m.add, None if m.scale is None else asdict(m.scale)]
+
+
+def _encoding(e: dict[str, Any]) -> Encoding:
+    moves, places = tuple(_move(m) for m in e["moves"]), tuple(tuple(p) for p in e["places"])
+    return Encoding(**{**e, "moves": moves, "places": places, "shape": tuple(e["shape"]), "block": tuple(e["block"])})
 
 
 def _move(row: Sequence[Any]) -> Move:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from .blocks import make_tasks
+from .dtypes import dtype
 from .engine import Worker
 from .errors import CkptError
 from .execution import run_tasks
-from .planning import Move, move_of
+from .planning import Encoding, Move, encoding_of, move_of
 from .source_files import allow, open_source
-from .tensors import TensorMetadata, unfolded_alike
+from .tensors import Shape, TensorMetadata, contiguous_strides, unfolded_alike
 
 
 class CompareWorker(Worker):
@@ -54,15 +55,19 @@ def compare(
     buffer: int,
     threads: int,
     on_progress: Callable[[int], None] | None = None,
+    quantised: Mapping[str, str] | None = None,
+    block: Shape = (),
 ) -> int:
     """Compare every tensor of `expected` with the tensor of the same name in `found` (rows beyond the expected shape are not looked
-    at). When the dtypes differ, `expected` is cast the way the conversion casts. Returns the bytes compared.
+    at). When the dtypes differ, `expected` is cast the way the conversion casts; what is named in `quantised` (name -> name of its scales)
+    is quantised again in blocks of this size, and elements and scales are compared. Returns the bytes compared.
 
     Errors: E412 a tensor is missing or has another shape, E411 a byte differs.
     """
     sources: dict[str, int] = {}
     targets: dict[str, int] = {}
     moves: list[Move] = []
+    encodings: list[Encoding] = []
     for name, tensor in expected.items():
         other = found.get(name)
         if other is None or other.shape != tensor.shape:
@@ -73,11 +78,16 @@ def compare(
                 expected=f"{list(tensor.shape)}",
                 found="nothing" if other is None else f"{list(other.shape)}",
             )
+        if quantised and name in quantised:
+            wanted = TensorMetadata(quantised[name], "float32", tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=True)), ())
+            places = _place(other, tensor.shape, targets), _place(found.get(wanted.fqn, wanted), wanted.shape, targets)
+            encodings.append(encoding_of(tensor, other.dtype, block, *places, lambda path: sources.setdefault(path, len(sources))))
+            continue
         moves.extend(_pairs(*unfolded_alike(tensor, other), sources, targets))
     allow(len(sources) + len(targets))
     source_fds, target_fds = [open_source(p) for p in sources], [open_source(p) for p in targets]
     try:
-        tasks = make_tasks(moves, buffer)
+        tasks = make_tasks(moves, buffer, encodings)
         run_tasks(
             tasks,
             lambda: CompareWorker(buffer, source_fds, target_fds, list(sources), list(targets)),
@@ -87,7 +97,16 @@ def compare(
     finally:
         for fd in (*source_fds, *target_fds):
             os.close(fd)
-    return sum(m.nbytes for m in moves)
+    return sum(m.nbytes for m in moves) + sum(e.nbytes for e in encodings)
+
+
+def _place(tensor: TensorMetadata, shape: Shape, targets: dict[str, int]) -> tuple[int, int]:
+    """(file number, byte) of a stored matrix that lies row after row. CkptError E412 when it does not."""
+    strides = contiguous_strides(shape, dtype(tensor.dtype).itemsize)
+    chunk = tensor.chunks[0] if len(tensor.chunks) == 1 else None
+    if chunk is None or chunk.extent is None or chunk.local_shape != shape or chunk.extent.strides != strides:
+        raise CkptError("E412", f"the result does not hold {tensor.fqn} as it should", where=tensor.fqn, expected=f"{list(shape)}")
+    return targets.setdefault(chunk.extent.path, len(targets)), chunk.extent.offset
 
 
 def _pairs(expected: TensorMetadata, found: TensorMetadata, sources: dict[str, int], targets: dict[str, int]) -> Iterator[Move]:

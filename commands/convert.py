@@ -39,6 +39,8 @@ EPILOG = """Examples:
 
   ckpt convert run/ out --to hf --iteration 2000              a training run's iteration 2000 -> HF
 
+  ckpt convert run/ out --to hf --quantize fp8-block          linear layers as float8 with block scales, as DeepSeek's files
+
   ckpt convert run/ out --to hf --hf-config base/ --dry-run   show what would be done"""
 
 
@@ -58,6 +60,10 @@ def convert(
     family: Annotated[str | None, typer.Option(help="Model family, when config or arguments do not tell.", show_default=False)] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast floating tensors to this dtype; default: keep each tensor's own.", show_default=False)
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="fp8-block: linear layers of an HF target as float8 with a scale per 128 x 128.", show_default=False),
     ] = None,
     max_shard_size: Annotated[str | None, typer.Option("--max-shard-size", help="Largest file, such as 5GB.", show_default=False)] = None,
     moe_layout: Annotated[
@@ -133,6 +139,7 @@ def convert(
         family=family,
         hf_config=str(hf_config) if hf_config else None,
         dtype=dtype,
+        quantize=quantize,
         layer_keys=layer_keys,
         max_layers=max_layers,
         layout=target_layout(

@@ -50,7 +50,8 @@ def report_result(output: Output, plan: Plan, result: Result, command: str) -> N
 
 def peak_memory(plan: Plan, threads: int) -> int:
     """Bytes of memory the run is expected to need at most: interpreter, buffers, plan."""
-    return 48 * 2**20 + threads * 2 * plan.buffer + 1024 * len(plan.moves)
+    pieces = len(plan.moves) + sum(1 + len(e.moves) for e in plan.encodings)
+    return 48 * 2**20 + threads * (2 * plan.buffer + (64 * 2**20 if plan.encodings else 0)) + 1024 * pieces
 
 
 def _pairs(plan: Plan, target: str) -> list[tuple[str, Any]]:

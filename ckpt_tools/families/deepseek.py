@@ -73,6 +73,7 @@ DEEPSEEK_V3 = Family(
     ),
     fused=PER_EXPERT,
     copies=MTP_COPIES,
+    float8=True,
     verified="logits",
     note=MTP_NOTE,
     sources=tuple(s.format("deepseek_v3") for s in SOURCES),

@@ -50,6 +50,7 @@ class Family:
     verified   the most that the family contract of the tests proves: "logits" (megatron-core computes what transformers computes), "names"
                (megatron-core asks for exactly these names and shapes), "round trip" (transformers' names, every byte comes back).
     note       what could not be verified or held, and why.   sources  where names and arguments were read.
+    float8     whether --quantize makes float8 files of it: transformers takes for linear layers what ckpt does, as its tests prove.
     unbuildable  (megatron-core version and spec, e.g. "0.19.2 local"; condition, as a mapping's `when`; why it cannot build the model).
     """
 
@@ -66,6 +67,7 @@ class Family:
         (r".*\.rotary_emb\.inv_freq", "computed from the config"),
         (r".*\.attn\.(masked_)?bias", "a causal mask"),
     )
+    float8: bool = False
     verified: str = "round trip"
     note: str = ""
     sources: tuple[str, ...] = ()

@@ -127,6 +127,7 @@ MINIMAX_M2 = Family(
         (r"(model\.layers\.\d+\.)mlp\.gate\.weight", r"\1block_sparse_moe.gate.weight"),
         (r"(model\.layers\.\d+\.)mlp\.e_score_correction_bias", r"\1block_sparse_moe.e_score_correction_bias"),
     ),
+    float8=True,
     verified="round trip",
     note="Megatron-Core has no norm over the queries of all heads; needs --allow-unrepresentable",
     sources=("transformers 5.24: models/minimax_m2", "Megatron-Bridge: models/minimax_m2"),

@@ -12,6 +12,7 @@ QWEN3 = Family(
     architectures=("Qwen3ForCausalLM",),
     rules=QWEN3_RULES,
     tensors=dense(QKV, OPTIONAL_QKV_BIAS, PROJ, OPTIONAL_PROJ_BIAS, Q_NORM, K_NORM),
+    float8=True,
     verified="logits",
     sources=("transformers 5.24: models/qwen3", "Megatron-LM 0.16.1, 0.19.2: models/gpt, transformer"),
 )

@@ -51,6 +51,7 @@ QWEN3_MOE = Family(
     ),
     tensors=moe(QKV, OPTIONAL_QKV_BIAS, PROJ, OPTIONAL_PROJ_BIAS, Q_NORM, K_NORM, mlp=(*router(), *experts())),
     fused=PER_EXPERT,
+    float8=True,
     verified="logits",
     sources=("transformers 5.24: models/qwen3_moe", "Megatron-LM 0.16.1, 0.19.2: models/gpt, transformer"),
 )

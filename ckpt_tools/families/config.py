@@ -109,6 +109,8 @@ def infer_family(args: Mapping[str, Any], tensor_names: Collection[str]) -> tupl
     known = effective_args(args)
     ends = {name.rpartition("layers.")[2].partition(".")[2] for name in tensor_names}
     experts = bool(known.get("num_experts")) or any(e.startswith("mlp.router.") for e in ends)
+    if experts and known.get("quick_geglu") and "self_attention.core_attention.softmax_offset" in ends:
+        return "gpt_oss", "experts gated by quick GELU, attention with sinks"
     other = (
         ("multi-latent attention", bool(known.get("multi_latent_attention"))),
         ("an MLP without SwiGLU", known.get("swiglu") is False),

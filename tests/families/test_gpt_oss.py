@@ -102,6 +102,15 @@ def test_experts_cut_by_tensor_parallel_ranks_are_warned_about(hf, tmp_path):
     assert "--etp" not in done.stdout
 
 
+def test_a_checkpoint_without_its_hf_config_is_known_by_its_sinks(hf, tmp_path):
+    convert(hf, tmp_path / "run", "--to", "torch_dist")
+    for path in (tmp_path / "run" / "release" / "hf").iterdir():
+        path.unlink()
+    done = convert(tmp_path / "run", tmp_path / "back", "--to", "hf", "--verify")
+    assert "family gpt_oss: experts gated by quick GELU, attention with sinks" in done.stderr
+    assert same(read_hf(tmp_path / "back"), read_hf(hf))
+
+
 def test_there_is_no_form_with_a_tensor_for_each_expert(hf, tmp_path):
     done = ckpt("convert", hf, tmp_path / "out", "--to", "hf", "--moe-layout", "per-expert")
     assert done.returncode == 2 and "E410" in done.stderr and not (tmp_path / "out").exists()

@@ -184,10 +184,20 @@ _CUTS: tuple[tuple[re.Pattern[str], int | str], ...] = tuple(
 
 def cut_of(name: str, gated: bool) -> int | str | None:
     """How TP cuts the tensor: an axis, "glu", or None for a tensor that every rank holds whole."""
+    if outside(name):
+        return None
     for pattern, cut in _CUTS:
         if pattern.fullmatch(name):
             return 0 if cut == "glu" and not gated else cut
     return None
+
+
+_OWN = re.compile(r"(?:^|\.)(?:decoder|embedding|output_layer|mtp|encoder)\.")
+
+
+def outside(name: str) -> bool:
+    """Whether a tensor is none of Megatron's own model: it belongs to a part that is kept under its HF names, whole on every rank."""
+    return _OWN.search(name) is None
 
 
 def is_expert(name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, is_optimizer
 from .errors import CkptError
+from .families.family import is_carried
 from .families.megatron_args import DTYPE_ATTRIBUTES, checkpoint_args, flags_not_restored, is_gated
 from .formats.hf_writer import TargetLayout
 from .formats.pickles import DTypeRef, Namespace
@@ -40,6 +41,14 @@ def lay_out(
         dtypes = {**dtypes, **optimizer.dtypes}
     layout, iteration = options.layout, target_iteration(checkpoint, options)
     legacy = options.to == "torch"
+    beside = [n for n in view.tensors if view.family and is_carried(view.family, n)]
+    if legacy and beside and weights:
+        raise CkptError(
+            "E410",
+            "the legacy format has no place for tensors that Megatron's model does not have",
+            found=f"{beside[0]} and {len(beside) - 1} more",
+            hint="torch_dist keeps them beside the converted ones: --to torch_dist",
+        )
     args = {**view.args, "make_vocab_size_divisible_by": divisor(view, options)}
     kinds = {d for n, d in dtypes.items() if not is_optimizer(n) and n not in view.keep_dtype}
     if len(kinds) == 1:

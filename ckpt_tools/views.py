@@ -17,6 +17,7 @@ from .families import family_named, family_of_config
 from .families.config import args_from_config, config_from_args, infer_family, unread_fields
 from .families.dimensions import Dimensions, dimensions
 from .families.family import Binding, Bound, Family, bind, copies, expand
+from .families.mappings import Kept
 from .formats.hf import read_json
 from .hf_layouts import family_names, fuse
 from .model_names import EMBEDDING
@@ -188,6 +189,7 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
     dims = stored_dimensions(args, fam, tensors, "mcore", notes)
     bound = bind(fam, dims, tensors, "mcore", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
+    notes += _carried(bound, tensors)
     config, told = config_from_args(
         args,
         fam.rules,
@@ -244,6 +246,7 @@ def _mcore_from_hf(checkpoint: Checkpoint, family: str | None, padded_vocab: int
     dims = stored_dimensions(args, fam, stored, "hf", notes)
     bound = bind(fam, dims, stored, "hf", where)
     notes.extend(Note("dropped", name, why) for name, why in bound.left_out)
+    notes += _carried(bound, stored)
     made = {}
     for binding in bound.bindings:
         _check_shapes(binding, dims, "hf", stored, where)
@@ -261,6 +264,16 @@ def stored_dimensions(args: dict[str, Any], family: Family, present: Collection[
         args["mtp_num_layers"] = None
         dims = dimensions(args)
     return dims
+
+
+def _carried(bound: Bound, tensors: Mapping[str, TensorMetadata]) -> list[Note]:
+    """What is kept under its own names because Megatron's model does not have it."""
+    names = [b.mcore for b in bound.bindings if isinstance(b.mapping, Kept)]
+    if not names:
+        return []
+    size = sum(tensors[n].nbytes for n in names)
+    few = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    return [Note("carried", few, f"{len(names)} tensors ({size} bytes) that Megatron's GPT model does not have are kept as they are")]
 
 
 def _config_of(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .post_norm import EXAONE4, OLMO2
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .qwen_moe import QWEN2_MOE, QWEN3_MOE
+from .vision import QWEN2_5_VL, QWEN3_VL
 
 _ALL = (
     LLAMA,
@@ -60,6 +61,8 @@ _ALL = (
     HUNYUAN_V1_MOE,
     MINIMAX_M2,
     GPT_OSS,
+    QWEN2_5_VL,
+    QWEN3_VL,
 )
 FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 

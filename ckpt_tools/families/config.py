@@ -25,6 +25,8 @@ from .config_kinds import (
     Lacks,
     Refuse,
     Rule,
+    Rules,
+    Section,
     Written,
     assign,
     brief,
@@ -37,7 +39,7 @@ from .megatron_args import effective_args
 
 
 def args_from_config(
-    config: Mapping[str, Any], rules: tuple[AnyRule, ...], *, allow_unrepresentable: bool = False
+    config: Mapping[str, Any], rules: Rules, *, allow_unrepresentable: bool = False
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Megatron-LM arguments of the model that config.json describes, and notes about every default that was used.
 
@@ -45,16 +47,43 @@ def args_from_config(
     allow_unrepresentable  what Megatron-Core cannot compute, but whose weights convert (a rope type), is noted instead of refused.
     Errors: E305 what Megatron cannot hold, E311 a field that is missing or malformed, E302 one size given twice with different numbers.
     """
-    fields = Fields(config, allow_unrepresentable)
+    section, own = _section(rules)
+    fields = Fields(config if section is None else inside(config, section), allow_unrepresentable)
     args: dict[str, Any] = {}
-    for rule in rules:
+    for rule in own:
         args.update(_forward(rule, fields))
     return args, tuple(fields.notes)
 
 
+def _section(rules: Rules) -> tuple[Section | None, tuple[AnyRule, ...]]:
+    """The Section among the rules, and the others."""
+    found = next((rule for rule in rules if isinstance(rule, Section)), None)
+    return found, tuple(rule for rule in rules if not isinstance(rule, Section))
+
+
+def inside(config: Mapping[str, Any], section: Section) -> Mapping[str, Any]:
+    """The fields that a family's rules are about, of a config.json that may keep them in an object of their own."""
+    held = config.get(section.name)
+    if not isinstance(held, Mapping):
+        return config
+    return {**held, **{name: config[name] for name in section.outer if config.get(name) is not None}}
+
+
+def _into_section(config: Mapping[str, Any], section: Section, made: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with the fields `made` in its object, or beside it where they stood."""
+    held = dict(config.get(section.name) or {})
+    whole = dict(config)
+    for name, value in made.items():
+        if name in section.outer and (name in whole or name not in held):
+            whole[name] = value
+        else:
+            held[name] = value
+    return {**whole, section.name: held}
+
+
 def config_from_args(
     args: Mapping[str, Any],
-    rules: tuple[AnyRule, ...],
+    rules: Rules,
     *,
     architectures: list[str],
     model_type: str,
@@ -69,14 +98,29 @@ def config_from_args(
     Errors: E301 arguments that a config needs are missing, E302, E305 what a config of the family cannot say, E311 a malformed template.
     """
     known = effective_args(args)
+    section, own = _section(rules)
+    if section is not None and template is not None and isinstance(template.get(section.name), Mapping):
+        made, told = _follow(known, own, inside(template, section))
+        return _into_section(template, section, made), told
     if template is not None:
-        return _follow(known, rules, template)
-    config: dict[str, Any] = {"architectures": list(architectures), "model_type": model_type}
+        return _follow(known, own, template)
+    if section is not None:
+        made, told = _alone(known, own, spelling)
+        said = f"config.json holds the model's {section.name} only: the checkpoint does not say the rest (give --hf-config DIR)"
+        whole = {"architectures": list(architectures), "model_type": model_type}
+        return _into_section(whole, section, made), (*told, said)
+    made, told = _alone(known, own, spelling)
+    return dict(sorted({"architectures": list(architectures), "model_type": model_type, **made}.items())), told
+
+
+def _alone(known: Mapping[str, Any], rules: tuple[AnyRule, ...], spelling: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields that arguments give without a config to follow."""
+    config: dict[str, Any] = {}
     notes: list[str] = []
     for rule in rules:
         for path, value in _backward(rule, known, spelling, notes).items():
             assign(config, path, value)
-    return dict(sorted(config.items())), tuple(notes)
+    return config, tuple(notes)
 
 
 # Fields that say nothing about what the model computes.
@@ -87,9 +131,11 @@ _NEUTRAL = frozenset(
 )
 
 
-def unread_fields(config: Mapping[str, Any], rules: tuple[AnyRule, ...]) -> list[str]:
+def unread_fields(config: Mapping[str, Any], rules: Rules) -> list[str]:
     """Fields of config.json that no rule of a family reads and that may say something about what the model computes."""
-    read = {spelling.partition(".")[0] for rule in rules for spelling in _spellings(rule)}
+    section, own = _section(rules)
+    config = config if section is None else inside(config, section)
+    read = {spelling.partition(".")[0] for rule in own for spelling in _spellings(rule)}
     return sorted(name for name, value in config.items() if name not in read | _NEUTRAL and value not in (None, False, [], {}))
 
 

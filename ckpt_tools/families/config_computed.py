@@ -332,6 +332,7 @@ COMPUTED: dict[str, Transform] = {
     "learned_positions": Transform(positions.learned, positions.stored_learned, positions.config_learned),
     "baichuan": Transform(positions.baichuan, lambda a, o: {}, lambda a, o, s, t: ({}, [])),
     "no_rope": Transform(positions.no_rope, positions.stored_no_rope, positions.config_no_rope),
+    "multimodal_rope": Transform(positions.multimodal_rope, positions.stored_multimodal_rope, positions.config_multimodal_rope),
     "two_ropes": Transform(positions.two_ropes, positions.stored_two_ropes, positions.config_two_ropes),
     "layer_windows": Transform(positions.layer_windows, _stored_layer_windows, positions.config_layer_windows),
     "activation": Transform(_activation, _stored_activation, _config_activation),

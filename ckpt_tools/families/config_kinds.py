@@ -136,7 +136,17 @@ class Lacks:
     refuse: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The other rules are about the object `name` inside config.json, except for the fields `outer`, which stand beside it and take
+    precedence. Files without the object have everything at the top."""
+
+    name: str
+    outer: tuple[str, ...]
+
+
 AnyRule = Rule | Choice | Constant | Refuse | Written | Computed | Lacks
+Rules = tuple[AnyRule | Section, ...]  # of a family
 
 
 def extend(base: tuple[AnyRule, ...], *own: AnyRule) -> tuple[AnyRule, ...]:
@@ -203,11 +213,11 @@ class Fields:
         if value is not MISSING:
             return value
         if default is REQUIRED:
-            raise CkptError(
-                "E311",
-                f"config.json lacks {path}",
-                hint="it is not the config of a whole model; take config.json from the model's own folder",
-            )
+            inner = next((n for n, v in self.config.items() if isinstance(v, Mapping) and path in v), None)
+            hint = "it is not the config of a whole model; take config.json from the model's own folder"
+            if inner is not None:
+                hint = f"it stands in {inner}: this is the config of a model with several parts, which no family of one part can read"
+            raise CkptError("E311", f"config.json lacks {path}", hint=hint)
         return default
 
     def derived(self, default: Derived) -> int:

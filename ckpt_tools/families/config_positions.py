@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CkptError
 from . import rope
-from .config_kinds import MISSING, Fields, brief
+from .config_kinds import MISSING, Fields, brief, checked
 from .config_scalars import KINDS
 
 Updates = tuple[dict[str, Any], list[str]]
@@ -129,6 +129,46 @@ def config_layer_windows(args: Mapping[str, Any], options: tuple[Any, ...], spel
     if window is None:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}, []
     return {"sliding_window": window, "layer_types": ["sliding_attention" if p else "full_attention" for p in pattern or [1] * layers]}, []
+
+
+# ---- rope whose channels are shared out among time, height and width (Qwen-VL); of text alone all three positions are the same
+
+
+def multimodal_rope(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:
+    """options: the default base and mrope_section. Rope's arguments, position_embedding_type mrope, mrope_section."""
+    config = dict(fields.config)
+    section: Any = None
+    for name in ("rope_scaling", "rope_parameters"):
+        held = config.get(name)
+        if isinstance(held, Mapping):
+            section = held.get("mrope_section", section)
+            plain = {k: v for k, v in held.items() if not k.startswith("mrope_")}
+            config[name] = {k: "default" if k in ("type", "rope_type") and v == "mrope" else v for k, v in plain.items()}
+    inner = Fields(config, fields.allow, fields.notes)
+    section = checked(section, "list", "mrope_section")
+    if section is None:
+        section = list(options[1:])
+        fields.notes.append(f"config.json has no mrope_section: {section} taken")
+    return {**rope.forward(inner, options[:1]), "position_embedding_type": "mrope", "mrope_section": list(section)}
+
+
+def stored_multimodal_rope(args: Mapping[str, Any], options: tuple[Any, ...]) -> dict[str, Any]:
+    """As multimodal_rope gives them. A run that trained the text alone says rope, which is the same for text."""
+    kind = args.get("position_embedding_type")
+    found = rope.canonical({**args, "position_embedding_type": "rope" if kind in ("mrope", None) else kind})
+    section = args.get("mrope_section")
+    return {**found, "position_embedding_type": "mrope", **({"mrope_section": list(section)} if section else {})}
+
+
+def config_multimodal_rope(args: Mapping[str, Any], options: tuple[Any, ...], spelling: str, template: Mapping[str, Any] | None) -> Updates:
+    """Rope's fields with mrope_section in them."""
+    made, told = rope.backward({**args, "position_embedding_type": "rope"}, spelling, template)
+    name = next((n for n in ("rope_parameters", "rope_scaling") if n in made), "rope_parameters")
+    held = next((v for n in ("rope_scaling", "rope_parameters") if isinstance(v := (template or {}).get(n), Mapping)), {})
+    own = {k: v for k, v in held.items() if k.startswith("mrope_")}
+    section = args.get("mrope_section") or own.get("mrope_section") or list(options[1:])
+    made[name] = {**(made.get(name) or {"rope_type": "default"}), **own, "mrope_section": list(section)}
+    return made, told
 
 
 def baichuan(fields: Fields, options: tuple[Any, ...]) -> dict[str, Any]:

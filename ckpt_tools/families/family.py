@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import CkptError, nearest
-from .config_kinds import AnyRule
+from ..tensors import TensorMetadata
+from .config_kinds import Rules
 from .dimensions import Dimensions
-from .mappings import Mapping
+from .mappings import Kept, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Family:
     copies     HF names that repeat another tensor and that Megatron does not store twice: (copy, original), `{n}` = a prediction layer.
     renamed    other spellings of HF names (pattern, replacement), read as the family's own.
     spelling   how config.json is written when there is none to follow: "v5", or "v4" for classes of remote code, which read no other.
+    carried    patterns of HF names of a part that Megatron-Core's GPT model does not have (a vision tower): such tensors are kept under
+               their own names beside the converted ones, byte for byte, in both directions.
     ignored    HF name pattern -> why such a tensor carries no weight of its own.
     verified   the most that the family contract of the tests proves: "logits" (megatron-core computes what transformers computes), "names"
                (megatron-core asks for exactly these names and shapes), "round trip" (transformers' names, every byte comes back).
@@ -57,12 +60,13 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
-    rules: tuple[AnyRule, ...]
+    rules: Rules
     tensors: tuple[Mapping, ...]
     fused: tuple[Fused, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     spelling: str = "v5"
+    carried: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = (
         (r".*\.rotary_emb\.inv_freq", "computed from the config"),
         (r".*\.attn\.(masked_)?bias", "a causal mask"),
@@ -148,10 +152,15 @@ def copies(family: Family, dims: Dimensions) -> Iterator[tuple[str, str]]:
         yield from ((copy.replace("{n}", str(dims.layers + m)), original) for m in range(dims.mtp))
 
 
-def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, where: str) -> Bound:
+def is_carried(family: Family, name: str) -> bool:
+    """Whether a tensor belongs to a part that is kept as it is, under its own name."""
+    return any(re.fullmatch(pattern, name) for pattern in family.carried)
+
+
+def bind(family: Family, dims: Dimensions, present: dict[str, TensorMetadata], side: str, where: str) -> Bound:
     """The bindings for which the source has tensors, with every source tensor claimed exactly once.
 
-    present = names of the source's tensors, side = "hf" or "mcore", where = path for messages.
+    present = the source's tensors by name, side = "hf" or "mcore", where = path for messages.
     Errors: E303 missing tensors, E304 unexpected tensors, both with the nearest names.
     """
     bindings: list[Binding] = []
@@ -177,6 +186,9 @@ def bind(family: Family, dims: Dimensions, present: Collection[str], side: str, 
     left_out, unexpected = [], []
     for name in present:
         if name in claimed:
+            continue
+        if is_carried(family, name):
+            bindings.append(Binding(Kept((name,), name, present[name].global_shape), (name,), name))
             continue
         reason = reason_to_leave_out(family, dims, name, side)
         if reason:

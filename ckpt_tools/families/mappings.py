@@ -60,6 +60,28 @@ class Mapping(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor of a part that Megatron's model does not have: the same name and bytes on both sides, whatever its shape."""
+
+    hf: tuple[str, ...]
+    mcore: str
+    shape: Shape
+    when: str = ""
+    optional: bool = True
+    keep_dtype: bool = True
+
+    def hf_shapes(self, dims: Dimensions) -> tuple[Shape, ...]:
+        return (self.shape,)
+
+    def mcore_shape(self, dims: Dimensions) -> Shape:
+        return self.shape
+
+    def pieces(self, dims: Dimensions) -> Iterator[Piece]:
+        start = (0,) * len(self.shape)
+        yield Piece(0, start, start, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
     """The same tensor under another name. shape is Megatron's; transposed: HF has it with its axes in the opposite order (Conv1D)."""
 

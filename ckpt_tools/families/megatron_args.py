@@ -188,6 +188,8 @@ def flags_not_restored(args: Mapping[str, Any]) -> tuple[str, ...]:
     known = effective_args(args)
     table = NOT_RESTORED + (YARN_NOT_RESTORED if known.get("position_embedding_type") == "yarn" else ())
     flags = [f"{flag}{_typed(known[name])}" for name, flag, usual in table if known.get(name) is not None and known[name] != usual]
+    if known.get("mrope_section"):
+        flags.append(f"--mrope-section {' '.join(map(str, known['mrope_section']))}")
     if known.get("yarn_correction_range_round_to_int") is False:
         flags.append("--no-yarn-correction-range-round-to-int")
     return tuple(flags)

@@ -9,6 +9,7 @@ from math import prod
 
 from ..dtypes import DTYPES
 from ..errors import CkptError
+from ..families.family import is_carried
 from ..families.megatron_args import is_gated
 from ..holdings import Held, Structure, holdings
 from ..layout import ParallelLayout, expert_of, layer_of
@@ -74,8 +75,13 @@ def rank_shares(opened: Opened, layout: ParallelLayout, *, as_stored: bool, patt
     if not as_stored or opened.model.format == "hf":
         view = repad(view, padded_rows(view, ConvertOptions(to="torch", layout=layout)))
     structure = Structure(view.dims.layers, is_gated(view.args), view.dims.tied)
+    beside = [n for n in view.tensors if view.family and is_carried(view.family, n)]
+    if beside:
+        told = "tensors that Megatron's GPT model does not have belong to no rank and are not counted"
+        warnings.append(f"{len(beside)} {told}: {beside[0]}, ...")
+    spread = {n: t for n, t in view.tensors.items() if n not in set(beside)}
     found = []
-    for number, (rank, held) in enumerate(holdings(layout, view.tensors, structure).items()):
+    for number, (rank, held) in enumerate(holdings(layout, spread, structure).items()):
         mine = [h for h in held if matches(h.name, pattern)]
         parameters = sum(_elements(h) for h in mine)
         nbytes = sum(_bytes(h, view.tensors[h.name]) for h in mine)

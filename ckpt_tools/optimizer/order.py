@@ -14,7 +14,7 @@ from math import prod
 
 from ..errors import CkptError
 from ..holdings import Structure, stage_names
-from ..layout import ParallelLayout, cut_of, expert_count, expert_of, is_expert, rank_boxes
+from ..layout import ParallelLayout, cut_of, expert_count, expert_of, is_expert, outside, rank_boxes
 from ..memory.names import Rank
 from ..model_names import EMBEDDING, GROUPED, HEAD, SEQUENTIAL
 from ..tensors import Shape, TensorMetadata
@@ -54,8 +54,9 @@ _NOT_PARAMETERS = (".expert_bias", "._extra_state", ".local_tokens_per_expert", 
 
 
 def is_parameter(name: str) -> bool:
-    """Whether a tensor of a model is trained by the optimizer (buffers, such as the router's expert_bias, are not)."""
-    return not name.endswith(_NOT_PARAMETERS)
+    """Whether a tensor of a model is trained by the optimizer (buffers, such as the router's expert_bias, and parts that are
+    carried along are not)."""
+    return not name.endswith(_NOT_PARAMETERS) and not outside(name)
 
 
 _INNER = (

@@ -12,7 +12,7 @@ from ..errors import CkptError
 from ..families import family_named, family_of_config
 from ..families.config import args_from_config, infer_family
 from ..families.dimensions import Dimensions, dimensions
-from ..families.family import Family, copies, expand, reason_to_leave_out
+from ..families.family import Family, copies, expand, is_carried, reason_to_leave_out
 from ..hf_layouts import family_names
 from ..model_names import EMBEDDING, HEAD
 from ..naming import canonical_tensors
@@ -182,6 +182,7 @@ def _against(model: Model) -> Model:
     for template, names_ in absent.items():
         if template in present:  # a layer that has it: then all must
             missing += names_
+    claimed.update(n for n in model.tensors if is_carried(family, n))
     unexpected = [n for n in model.tensors if n not in claimed and reason_to_leave_out(family, dims, n, side) is None]
     if model.quantised:
         unexpected = [n for n in unexpected if not n.endswith(SCALES)]

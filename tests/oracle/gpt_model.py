@@ -181,7 +181,8 @@ def logits(chunks: list[Any], ids: Any) -> Any:
                 model.set_input_tensor(received)
             elif step > 0:
                 model.set_input_tensor(output)
-            output = model(ids, positions, mask)
+            of_three = model.position_embedding_type == "mrope"  # time, height, width: of text all the same
+            output = model(ids, positions[None].expand(3, -1, -1) if of_three else positions, mask)
             if step < stages * len(chunks) - 1 and stages > 1:
                 dist.send(output.contiguous(), ranks[(here + 1) % stages], group=group)
     return output if here == stages - 1 else None

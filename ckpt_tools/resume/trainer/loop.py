@@ -49,7 +49,8 @@ def start(job: Job) -> Run:
     for chunk in chunks:
         if job.lora:
             lora.adapt(chunk)
-        initialise(Placement(chunk))
+        if job.load is None or job.lora:  # what is loaded need not be made first, an adapter's base is not in its checkpoint
+            initialise(Placement(chunk))
     distributed = job.optimizer == "distributed"
     wrapped, adam = optimizer.wrap(chunks, distributed=distributed, rate=job.rate)
     warmup = job.sequences * max(1, job.steps // 4)

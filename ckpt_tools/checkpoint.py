@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .dtypes import dtype
 from .errors import CkptError, nearest
 from .formats import hf as hf_format
+from .formats import run_config
 from .formats import torch_dist as torch_dist_format
 from .location import Location, locate
 from .tensors import TensorMetadata, check_tiling
@@ -115,9 +116,10 @@ def open_location(location: Location) -> Checkpoint:
         return Checkpoint(location, "hf", folder.tensors, folder.config, details=folder, warnings=(*location.warnings, *folder.warnings))
     if location.format in ("torch_dist", "torch_dcp"):
         opened = torch_dist_format.open_torch_dist(location.directory)
+        common, told = _with_arguments(opened.common, location.directory)
         tensors = {n: t for n, t in opened.tensors.items() if not n.endswith(EXTRA_STATE)}
         return Checkpoint(
-            location, location.format, tensors, None, opened.common, opened.objects, opened, (*location.warnings, *opened.warnings)
+            location, location.format, tensors, None, common, opened.objects, opened, (*location.warnings, *opened.warnings, *told)
         )
     if location.format == "torch":
         from .formats.torch_legacy import open_legacy
@@ -134,6 +136,18 @@ def open_location(location: Location) -> Checkpoint:
         _, tensors = read_adapter(location.directory)
         return Checkpoint(location, "peft", tensors, warnings=location.warnings)
     raise CkptError("E221", f"ckpt cannot read the format {location.format!r} yet", where=location.directory, expected="hf, torch_dist")
+
+
+def _with_arguments(common: dict[str, Any] | None, directory: str) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """The common state with the arguments that Megatron-Bridge keeps in a file of its own, where it stores none; what to say about it."""
+    if common is not None and isinstance(common.get("args"), dict):
+        return common, ()
+    args = run_config.read_arguments(directory)
+    if args is None:
+        return common, ()
+    counted = {"iteration": args["iteration"]} if "iteration" in args else {}
+    said = f"the model's arguments were read from {run_config.NAME}: Megatron-Bridge stores no others"
+    return {**counted, **(common or {}), "args": args}, (said,)
 
 
 def kept_hf_folder(checkpoint: Checkpoint) -> str | None:

@@ -7,7 +7,6 @@ fused weight. Source: Megatron-Bridge peft/utils.py ParallelLinearAdapter, canon
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from math import sqrt
@@ -19,8 +18,9 @@ from ..families import family_named, family_of_config
 from ..families.config import args_from_config
 from ..families.dimensions import Dimensions, dimensions
 from ..families.family import Binding, Family, expand
+from ..formats.run_config import NAME as run_config_name
+from ..formats.run_config import read_block
 from ..naming import canonical_tensors
-from ..source_files import opened
 from ..tensors import Chunk, TensorMetadata
 from .peft import Adapter, Pair
 
@@ -28,8 +28,6 @@ _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:adapter\.(?:adapter_(?P<part>[a-z]+)\.)?linear_(?P<end>in|out)|lora_(?P<which>[AB])(?:\.default)?)\.weight(?P<expert>\d*)"
 )
 _PARTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}  # position among the HF tensors of the fused module
-_RUN_CONFIG = "run_config.yaml"
-_RUN_CONFIG_LIMIT = 4 * 2**20  # bytes; a real one has some 20 kB
 
 
 def is_factor(name: str) -> bool:
@@ -143,7 +141,7 @@ class _Scale:
     @staticmethod
     def of(checkpoint: Checkpoint, alpha: float | None) -> _Scale:
         """As given, else as the arguments of the run (ms-swift) or its run_config.yaml (Megatron-Bridge) say."""
-        args, told = checkpoint.args or {}, _run_config(checkpoint.location.directory)
+        args, told = checkpoint.args or {}, read_block(checkpoint.location.directory, "peft")
         found = alpha if alpha is not None else args.get("lora_alpha", told.get("alpha"))
         if args.get("use_dora") or "DoRA" in str(told.get("_target_", "")):
             raise CkptError("E543", "this adapter is not plain LoRA", where=checkpoint.location.directory, found="DoRA")
@@ -154,21 +152,10 @@ class _Scale:
                 "E544",
                 "nothing says the alpha of this adapter, so its scale is unknown",
                 where=checkpoint.location.directory,
-                expected=f"lora_alpha in the stored arguments, or alpha under peft: in {_RUN_CONFIG}",
+                expected=f"lora_alpha in the stored arguments, or alpha under peft: in {run_config_name}",
                 hint="give it with --lora-alpha",
             ) from None
         return _Scale(int(number) if number.is_integer() else number, args.get("use_rslora") is True)
-
-
-def _run_config(directory: str) -> dict[str, str]:
-    """The plain values of the block `peft:` of Megatron-Bridge's run_config.yaml, read as text: nothing in it is built."""
-    path = os.path.join(directory, _RUN_CONFIG)
-    if not os.path.exists(path):
-        return {}
-    with opened(path) as file:
-        text = file.read(_RUN_CONFIG_LIMIT).decode("utf-8", "replace")
-    block = re.search(r"^peft:[ \t]*\n((?:[ \t]+.*\n?)*)", text, re.M)
-    return dict(re.findall(r"^  ([A-Za-z_]+):[ \t]*(\S+)[ \t]*$", block[1], re.M)) if block else {}
 
 
 def _config(pairs: Mapping[str, Pair], order: list[str], scale: _Scale, hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -161,6 +161,9 @@ def megatron_model(checkpoint: Checkpoint, family: str | None, hf_config: Mappin
         )
     tensors = canonical_tensors(checkpoint.locate_all(weights), where)
     stored = checkpoint.args
+    if hf_config is None and stored is None and (folder := kept_hf_folder(checkpoint)):
+        hf_config = read_json(os.path.join(folder, "config.json"))
+        notes.append(Note("assumed", folder, "the checkpoint stores no model arguments: those of the config.json kept with it were taken"))
     if hf_config is not None:
         fam = family_named(family) if family else family_of_config(hf_config, "--hf-config")
         from_config, _ = args_from_config(hf_config, fam.rules, allow_unrepresentable=True)

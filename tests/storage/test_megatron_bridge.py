@@ -101,6 +101,25 @@ def test_a_run_of_bridge_continues(run_ckpt, bridge):
     assert done.rc == 0 and answer["same"] and answer["exact"] and answer["iterations"] == {"start": 5, "saved": 6, "end": 7}, answer
 
 
+def test_without_any_arguments_the_config_kept_with_the_checkpoint_is_taken(run_ckpt, bridge, shared, tmp_path):
+    from safetensors.torch import load_file
+
+    real = shared / "real" / "llama_tp2_trained_bf16"
+    shutil.copytree(bridge[0], tmp_path / "run")
+    made = tmp_path / "run" / bridge[1].name
+    (made / "run_config.yaml").unlink()
+    done = run_ckpt("convert", tmp_path / "run", tmp_path / "never", "--to", "torch_dist")
+    assert done.rc == 2 and "E306" in done.err and "--hf-config" in done.err
+    (made / "hf").mkdir()
+    shutil.copy(real / "config.json", made / "hf")
+    done = run_ckpt("convert", tmp_path / "run", tmp_path / "other", "--to", "torch_dist", "--tp", "4", "--verify")
+    assert done.rc == 0 and "config.json kept with it" in done.err, done.err
+    done = run_ckpt("convert", tmp_path / "other", tmp_path / "hf", "--to", "hf")
+    expected = load_file(real / "expected.safetensors")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert done.rc == 0 and all((found[n] == t).all() for n, t in expected.items())
+
+
 def test_a_file_of_other_things_gives_no_arguments(tmp_path):
     (tmp_path / "run_config.yaml").write_text("model: {}\npeft: null\n")
     assert read_arguments(str(tmp_path)) is None
